@@ -9,8 +9,9 @@ dead-letters to the next digit's exchange::
     remind.apply_async((order,), countdown=3 * 86_400)
 
 Users import from here, kombu programs from :mod:`celery_rabbitdelay.kombu`, Spark's drivers from
-:mod:`celery_rabbitdelay.spark`, tests from :mod:`celery_rabbitdelay.testing`, and web servers from
-:mod:`celery_rabbitdelay.web`. All other modules are private.
+:mod:`celery_rabbitdelay.spark`, tests from :mod:`celery_rabbitdelay.testing`, web servers from
+:mod:`celery_rabbitdelay.web`, and additions from :mod:`celery_rabbitdelay.additions`. All other
+modules are private.
 """
 
 from __future__ import annotations

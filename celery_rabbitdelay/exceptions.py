@@ -222,7 +222,7 @@ class LayoutConflict(RabbitDelayError, OperationalError):
     Attributes:
         prefix: The prefix that both claim.
         reply: What the broker answered.
-        advice: In what the two differ, and what to do about it.
+        advice: In what the two may differ, and what to do about it.
     """
 
     prefix: str

@@ -33,8 +33,8 @@ class Entry(NamedTuple):
         services: By the names that ``rabbitdelay_modules`` has for them, what makes the services
             that a worker runs beside the modules: each is called as
             :func:`.worker.bootsteps.module_service` is.
-        commands: Commands of ``celery rabbitdelay``, by the modules that have them: a function or
-            group of click, whose name there has ``_`` for ``-``.
+        commands: Commands of ``celery rabbitdelay``, by module. Each is a click command or group in
+            that module, named with ``_`` in place of ``-``.
     """
 
     name: str

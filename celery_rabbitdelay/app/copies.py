@@ -568,7 +568,7 @@ class Copies:
         functions.append(getattr(amqp.create_task_message, "__func__", None))
         return (
             getattr(task, "rabbitdelay", True)
-            and not any(each.shapes(task) for each in additions_of(delays))
+            and not any(each.affects(task) for each in additions_of(delays))
             and not _is_publishing_watched(app)
             and not conf.task_always_eager
             and conf.task_protocol == 2

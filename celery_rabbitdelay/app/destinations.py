@@ -18,7 +18,7 @@ from kombu import Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.modules.limits import AllowedDestinations, DistributionReach
+from celery_rabbitdelay.modules.limits import AllowedDestinations
 
 #: Names of queues and exchanges that never get a message: those of the broker, those by which
 #: workers are controlled and answer, and those of events.
@@ -44,7 +44,7 @@ def checkin_destinations(app: DelayingCelery) -> AllowedDestinations:
     return _never(AllowedDestinations.of_queues(queues.values()), app)
 
 
-def distribution_reach(app: DelayingCelery) -> DistributionReach:
+def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
     """Return where distribution may publish, by the setting or by what the application names.
 
     Args:
@@ -53,7 +53,7 @@ def distribution_reach(app: DelayingCelery) -> DistributionReach:
     """
     patterns = app.rabbitdelay.settings.distribution_allowed
     if patterns is not None:
-        return DistributionReach(_never(AllowedDestinations.matching(patterns), app), is_list=True)
+        return _never(AllowedDestinations.matching(patterns), app)
     named = configured_destinations(app)
     consumed: Iterable[Queue] = app.amqp.queues.consume_from.values()
     queues = {*configured_queues(app).values(), *consumed}
@@ -61,12 +61,11 @@ def distribution_reach(app: DelayingCelery) -> DistributionReach:
     broadcasts = [
         _UUID.sub(_ANY_UUID, escape(queue.name)) for queue in queues if isinstance(queue, Broadcast)
     ]
-    return DistributionReach(
-        replace(
-            named,
-            queues=named.queues | {queue.name for queue in queues},
-            patterns=(*named.patterns, *broadcasts),
-        )
+    return replace(
+        named,
+        queues=named.queues | {queue.name for queue in queues},
+        patterns=(*named.patterns, *broadcasts),
+        is_list=False,
     )
 
 

@@ -1,13 +1,15 @@
 """The seams: what the kernel asks the additions that are turned on.
 
-A subclass of :class:`Addition` overrides what it needs, and :mod:`.app.additions` names it.
+A subclass of :class:`Addition` overrides what it needs, and :mod:`.app.additions` names it. Whether
+a task runs that has arrived at a worker is asked elsewhere: see ``Decisions`` in
+:mod:`.worker.restore`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from celery.result import AsyncResult
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from celery_rabbitdelay.publishing.message import Content
 
 
-#: A message without headers of its own for the registry.
+#: The headers of a call that needs none of its own.
 NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
@@ -34,8 +36,8 @@ class Call(NamedTuple):
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         due: When it may start.
-        headers: Those of the registry that only its message has; or the
-            ``group_index`` of a group's member.
+        headers: Headers that only the message of this call has: those of an addition, or the
+            ``group_index`` of a member of a group.
         has_id: Whether the caller has given the id; otherwise no task had it before.
     """
 
@@ -55,10 +57,11 @@ class Send:
         delays: The application's delay levels.
         name: The task's name.
         task: The task; None if the application knows only its name.
-        options: Celery's options that the caller has given; with ``task_id``, from when an addition
-            is asked.
+        options: Celery's options, given by the caller. When an addition is asked, they include
+            ``task_id``.
         added: The options that additions have brought.
-        former: The headers of this package that the task had which this one retries or replaces.
+        former: The headers of this package on the task that this one retries or replaces; empty if
+            it does neither.
         has_id: Whether the caller has given the task's id.
     """
 
@@ -100,7 +103,7 @@ class AddedToRows(Protocol):
 
     @property
     def needs_each(self) -> bool:
-        """Whether the message of each row has to be known: rows that are written already do not."""
+        """Whether the addition must see each row; otherwise rows that are written already pass."""
 
     def take(self, due: Due) -> None:
         """Note that a row is due; raise if it cannot be sent."""
@@ -126,9 +129,6 @@ class Addition:
     Args:
         delays: The application's delay levels.
     """
-
-    #: The headers by which a retry goes on with what the addition has begun with a task.
-    headers: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, delays: Delays) -> None:
         self.delays = delays
@@ -161,8 +161,8 @@ class Addition:
             fail: Called with the numbers of rows that cannot be sent, and the error.
         """
 
-    def shapes(self, task: Any) -> bool:
-        """Return whether a send of a task without options has something from the addition."""
+    def affects(self, task: Any) -> bool:
+        """Return whether the addition affects a send of a task that has none of its options."""
         return False
 
     #: Whether distribution asks the addition; it asks only one.
@@ -188,7 +188,7 @@ class Addition:
         """Take a due message that is for the addition itself; return until when it waits again.
 
         Raises:
-            UnprocessableMessage: It is none that the addition has sent.
+            UnprocessableMessage: The addition did not send this message.
         """
         raise NotImplementedError
 
@@ -222,7 +222,7 @@ class Addition:
     def problems(self) -> Iterator[tuple[str, str, Mapping[str, object]]]:
         """Yield what ``celery rabbitdelay verify`` tells.
 
-        Each is the code of a finding (:mod:`celery_rabbitdelay.operations.findings`), what it is
+        Each is the code of a finding (``operations/findings.toml``), what it is
         about, and the values that its text names.
         """
         yield from ()
@@ -249,8 +249,8 @@ def addition_of_option(delays: Delays, option: str) -> Addition:
 def checked_added_options(options: Mapping[str, Any], delays: Delays) -> dict[str, Any]:
     """Return those of a send's options that additions have brought, checked by them.
 
-    Celery drops an option that it does not know in silence. A user who gives one of these relies on
-    it, so it is an error where it does nothing, with a delay and without one.
+    Celery silently drops unknown options. Whoever passes one of these relies on it, so passing it
+    where it has no effect is an error, with a delay and without one.
 
     Args:
         options: What ``apply_async`` takes, without stamps of such names.
@@ -264,7 +264,8 @@ def checked_added_options(options: Mapping[str, Any], delays: Delays) -> dict[st
     """
     given = {name: options[name] for name in additions.options if options.get(name) is not None}
     for addition in {addition_of_option(delays, name) for name in given}:
-        addition.check(given)
+        own = (name for name in given if addition_of_option(delays, name) is addition)
+        addition.check({name: given[name] for name in own})
     return given
 
 

@@ -349,16 +349,10 @@ class DelayHeaders(NamedTuple):
 
         Of a destination, only the worker gets to know that consumes the task's queue.
         """
-        is_named = self.queue is not None
-        return DelayHeaders(
-            self.due_ms,
-            self.exchange if is_named else None,
-            self.routing_key if is_named else None,
-            self.queue,
-            early=self.early,
-            registry=self.registry,
-            others=self.others,
-        )
+        kept = {"due_ms", "early", "registry", "others"}
+        if self.queue is not None:
+            kept |= {"exchange", "routing_key", "queue"}
+        return DelayHeaders(**{name: each for name, each in self._asdict().items() if name in kept})
 
 
 #: The fields of :class:`DelayHeaders` that are one header each.
@@ -489,18 +483,16 @@ def later_version(headers: Mapping[str, object], content_type: object) -> str | 
         content_type: Its property ``content_type``.
     """
     version = headers.get(VERSION, MESSAGE_VERSION)
-    if not is_int(version, 1, MESSAGE_VERSION):
-        return (
-            f"it needs a later version of celery_rabbitdelay: its header {VERSION} is "
-            f"{shortened(version)}, and this version reads messages up to {MESSAGE_VERSION}"
-        )
     is_own = isinstance(content_type, str) and content_type.startswith(OWN_CONTENT_TYPES)
-    if is_own and content_type != ENVELOPE:
-        return (
-            "it needs a later version of celery_rabbitdelay: its content type is "
-            f"{shortened(content_type)}, and this version opens {ENVELOPE!r}"
+    if not is_int(version, 1, MESSAGE_VERSION):
+        why = (
+            f"header {VERSION} is {shortened(version)}; this version reads up to {MESSAGE_VERSION}"
         )
-    return None
+    elif is_own and content_type != ENVELOPE:
+        why = f"content type is {shortened(content_type)}; this version opens {ENVELOPE!r}"
+    else:
+        return None
+    return f"it needs a later version of celery_rabbitdelay: its {why}"
 
 
 def refuse_sender_selected(headers: Mapping[str, object]) -> None:

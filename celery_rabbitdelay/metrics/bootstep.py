@@ -26,7 +26,7 @@ from celery_rabbitdelay.metrics.settings import MetricsSettings
 from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of, module_queues
 from celery_rabbitdelay.publishing.publish_loop import BLOCKED
-from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, why_not_consuming
+from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -197,6 +197,18 @@ def with_health(metrics: WSGIApplication, worker: Any) -> WSGIApplication:
         return [f"{reason or 'ok'}\n".encode()]
 
     return application
+
+
+def why_not_consuming(worker: Any) -> str:
+    """Return why a worker takes no tasks from the broker; empty if it does. From any thread."""
+    consumer = getattr(worker, "consumer", None)
+    connection = getattr(consumer, "connection", None)
+    if connection is None or not connection.connected:
+        return "not connected to the broker"
+    tasks = getattr(consumer, "task_consumer", None)
+    if tasks is None or not any(map(tasks.consuming_from, tasks.queues)):
+        return "consuming from no queue"
+    return ""
 
 
 def why_not_ready(worker: Any) -> str:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Final, Literal, TypeAlias, cast
 
 from amqp.exceptions import NotFound
 
@@ -402,7 +402,7 @@ class Forwarder:
             received: The message.
             error: Why the module cannot read it.
         """
-        received.outgoing, info = iter(()), cast(Any, received.message.delivery_info)
+        received.outgoing, info = iter(()), received.message.delivery_info or {}
         as_it_came = Outgoing(
             info["exchange"],
             info["routing_key"],

@@ -26,7 +26,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import amqp
 
@@ -65,9 +65,6 @@ NOT_TAKEN_OVER: Final = frozenset(
         *SENDER_SELECTED,
     )
 )
-
-#: The end of every reason.
-SETTING: Final = "see rabbitdelay_checkin_trusted"
 
 #: The names of Celery's own tasks begin so. Some take signatures as arguments.
 CELERYS_OWN: Final = "celery."
@@ -121,15 +118,13 @@ def checked_task(message: WaitingMessage) -> WaitingMessage:
     """
     headers, properties = message.headers.others, message.properties
     if headers.get("compression"):
-        raise UnprocessableMessage(f"its body is compressed: {SETTING}")
+        raise _not_trusted("its body is compressed")
     content_type = properties.get("content_type") or _DATA
     encoding = str(properties.get("content_encoding") or "").lower()
     is_json = content_type == _JSON
     if (is_json and encoding not in READ_ENCODINGS) or _codec(encoding) in SLOW_ENCODINGS:
-        raise UnprocessableMessage(
-            f"its content encoding is {shortened(encoding)}, and check-in reads UTF-8 alone: "
-            f"{SETTING}"
-        )
+        what = f"its content encoding is {shortened(encoding)}"
+        raise _not_trusted(f"{what}, and check-in reads UTF-8 alone")
     if _TASK in headers:
         _check_version_2(message.body, headers, content_type)
         _check_taken_over(headers.get(NESTED_HEADERS))
@@ -138,13 +133,15 @@ def checked_task(message: WaitingMessage) -> WaitingMessage:
             return message
         _check_taken_over(headers)
     elif may_be_decoded(content_type):
-        raise UnprocessableMessage(
-            f"its content type is {shortened(content_type)}, and check-in does not read whether it "
-            f"is a task of Celery: {SETTING}"
-        )
+        what = f"its content type is {shortened(content_type)}"
+        raise _not_trusted(f"{what}, and check-in does not read whether it is a task of Celery")
     else:
         return message
     return message.having(reply_to=None) if properties.get("reply_to") else message
+
+
+def _not_trusted(why: str) -> UnprocessableMessage:
+    return UnprocessableMessage(f"{why}: see rabbitdelay_checkin_trusted")
 
 
 def is_read(message: WaitingMessage) -> bool:
@@ -175,26 +172,21 @@ def _check_taken_over(headers: object) -> None:
     """Check the headers that a retry takes over; it exposes those that are nested in them."""
     while isinstance(headers, Mapping):
         for name in NOT_TAKEN_OVER & headers.keys():
-            raise UnprocessableMessage(
-                f"it is a task with the header {name} among those that its retry takes over: "
-                f"{SETTING}"
-            )
+            what = f"it is a task with the header {name}"
+            raise _not_trusted(f"{what} among those that its retry takes over")
         headers = headers.get(NESTED_HEADERS)
 
 
 def _check_version_2(body: bytes, headers: Mapping[str, object], content_type: object) -> None:
-    _check_name(headers[_TASK])
-    _check_canvas(headers)
+    _check_fields(headers)
     if content_type != _JSON:
-        raise UnprocessableMessage(
-            f"it is a task whose content type is {shortened(content_type)}, and check-in reads "
-            f"JSON alone: {SETTING}"
-        )
+        what = f"it is a task whose content type is {shortened(content_type)}"
+        raise _not_trusted(f"{what}, and check-in reads JSON alone")
     is_list = body[:_MAX_END_BYTES].lstrip().startswith(b"[")
     if not is_list or not _PLAIN_END.search(body[-_MAX_END_BYTES:]):
-        raise UnprocessableMessage(
+        raise _not_trusted(
             "it is a task whose body does not end in an object of callbacks, errbacks, chain and "
-            f"chord in which all is null: {SETTING}"
+            "chord in which all is null"
         )
 
 
@@ -203,36 +195,26 @@ def _is_task_of_version_1(body: bytes) -> bool:
     if not may_be_version_1(body):
         return False
     if len(body) > MAX_READ_BYTES:
-        raise UnprocessableMessage(
-            f"it may be a task of Celery's protocol 1, and has {len(body)} bytes, more than "
-            f"{MAX_READ_BYTES}: {SETTING}"
-        )
+        what = f"it may be a task of Celery's protocol 1, and has {len(body)} bytes"
+        raise _not_trusted(f"{what}, more than {MAX_READ_BYTES}")
     try:
         read = json.loads(body.decode())
     except (ValueError, RecursionError) as error:
-        raise UnprocessableMessage(
-            f"its body is not JSON: {shortened(error)}: {SETTING}"
-        ) from error
+        raise _not_trusted(f"its body is not JSON: {shortened(error)}") from error
     if not isinstance(read, dict) or _TASK not in read:
         return False
-    _check_name(read[_TASK])
-    _check_canvas(read)
+    _check_fields(read)
     return True
 
 
-def _check_name(name: object) -> None:
+def _check_fields(fields: Mapping[str, object]) -> None:
+    """Check the name of a task, and that no signatures follow it, in its headers or its body."""
+    name = fields[_TASK]
     if not isinstance(name, str) or name.startswith(CELERYS_OWN):
-        raise UnprocessableMessage(
-            f"it is the task {shortened(name)}, which Celery keeps to itself: {SETTING}"
-        )
-
-
-def _check_canvas(told: Mapping[str, object]) -> None:
-    for name in CANVAS:
-        if told.get(name) is not None:
-            raise UnprocessableMessage(
-                f"it is a task with {name}, which a worker would publish or take: {SETTING}"
-            )
+        raise _not_trusted(f"it is the task {shortened(name)}, which Celery keeps to itself")
+    for each in CANVAS:
+        if fields.get(each) is not None:
+            raise _not_trusted(f"it is a task with {each}, which a worker would publish or take")
 
 
 @dataclass(frozen=True)
@@ -261,9 +243,8 @@ class CheckIn:
 
         Neither check-in nor whatever reads ``undeliverable`` later then believes them.
         """
-        info: Any = message.delivery_info
         headers = headers_of(message)
-        if headers and info["exchange"] != self.topology.module_queues.meditated.name:
+        if headers and not self._has_meditated(message):
             kept = header_names.of_client(headers)
             if header_names.EXCHANGE in kept:
                 # If check-in refuses it, this marks it as a client's; see ``never_accepted``.
@@ -276,17 +257,21 @@ class CheckIn:
         Raises:
             UnprocessableMessage: Its delay or destination is invalid, or not allowed.
         """
-        info: Any = message.delivery_info
         headers = headers_of(message)
         check_depth(headers)
         header_names.refuse_sender_selected(headers)
-        if info["exchange"] == self.topology.module_queues.meditated.name:
-            yield self._after_meditation(message, headers, info["routing_key"])
+        destination: str = (message.delivery_info or {})["routing_key"]
+        if self._has_meditated(message):
+            yield self._after_meditation(message, headers, destination)
         else:
-            yield self._from_client(message, headers, info["routing_key"])
+            yield self._from_client(message, headers, destination)
+
+    def _has_meditated(self, message: amqp.Message) -> bool:
+        exchange = (message.delivery_info or {})["exchange"]
+        return bool(exchange == self.topology.module_queues.meditated.name)
 
     def _after_meditation(
-        self, message: amqp.Message, given: dict[str, Any], destination: str
+        self, message: amqp.Message, given: dict[str, object], destination: str
     ) -> Outgoing:
         """Return a message whose routing key is its destination; see :meth:`.Topology.route`.
 
@@ -307,7 +292,7 @@ class CheckIn:
         return into_levels(self.topology, waiting, due, destination)
 
     def _from_client(
-        self, message: amqp.Message, given: dict[str, Any], routing_key: str
+        self, message: amqp.Message, given: dict[str, object], routing_key: str
     ) -> Outgoing:
         content_type = message.properties.get("content_type")
         if str(content_type).startswith(header_names.OWN_CONTENT_TYPES):

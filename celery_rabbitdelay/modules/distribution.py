@@ -27,7 +27,7 @@ from celery_rabbitdelay.modules.envelope import Item, OpenedEnvelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, to_undeliverable
 from celery_rabbitdelay.modules.limits import (
     ANYWHERE,
-    DistributionReach,
+    AllowedDestinations,
     check_depth,
     not_allowed,
     where_in_words,
@@ -84,7 +84,7 @@ class Distribution:
     topology: Topology
     put_back: Callable[[WaitingMessage], Outgoing | None] = lambda message: None
     asked: Asked | None = None
-    reach: DistributionReach = ANYWHERE
+    reach: AllowedDestinations = ANYWHERE
     signing_keys: SigningKeys | None = None
     is_signing_required: bool = True
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
@@ -119,8 +119,11 @@ class Distribution:
             # only a hash of its name.
             unrouted = decode_destination(word) or ""
         if unrouted is not None and self.topology.keys.has_no_digits(key):
-            queue = unrouted or str(headers.queue)
-            yield self._returned(received, queue)._replace(is_authentic=False)
+            queue, delivery = unrouted or str(headers.queue), self.topology.delivery.name
+            named = "which the application does not name and which is not bound to"
+            reason = not_allowed(f"{where_in_words('', queue)}, {named} {delivery}")
+            returned = self._undeliverable(Outgoing("", queue, received), reason)
+            yield returned._replace(is_authentic=False)
             return
         is_authentic = self.signing_keys is None or self.signing_keys.verifies(*received)
         if self.is_signing_required and not is_authentic:
@@ -200,14 +203,9 @@ class Distribution:
             return restored
         return self.signing_keys.sign(restored)
 
-    def _returned(self, message: WaitingMessage, queue: str) -> Outgoing:
-        """Return a message for ``undeliverable`` that the delivery exchange has no binding for."""
-        reason = not_allowed(
-            f"{where_in_words('', queue)}, which the application does not name and which "
-            f"is not bound to {self.topology.delivery.name}"
-        )
-        undeliverable = self.topology.module_queues.undeliverable.exchange.name
-        return to_undeliverable(undeliverable, Outgoing("", queue, message), reason)
+    def _undeliverable(self, outgoing: Outgoing, reason: str) -> Outgoing:
+        exchange = self.topology.module_queues.undeliverable.exchange.name
+        return to_undeliverable(exchange, outgoing, reason)
 
     def _unpacked(self, message: WaitingMessage, is_authentic: bool) -> Iterator[Outgoing]:
         """Return what to publish for an envelope.
@@ -256,7 +254,6 @@ class Distribution:
         self, outer: DelayHeaders, envelope: OpenedEnvelope, is_authentic: bool
     ) -> Iterator[Outgoing]:
         """Return the messages of an envelope that was checked."""
-        undeliverable = self.topology.module_queues.undeliverable.exchange.name
         for item in envelope:
             inner, problems = header_names.parse({**envelope.headers, **item.headers})
             headers = _under(outer, inner)
@@ -265,7 +262,7 @@ class Distribution:
             if problems:
                 left = message._replace(headers=headers.for_consumer())
                 refused = Outgoing(*_destination(headers), left)
-                yield to_undeliverable(undeliverable, refused, "; ".join(problems.values()))
+                yield self._undeliverable(refused, "; ".join(problems.values()))
                 continue
             yield self._outgoing(message, is_authentic)
 

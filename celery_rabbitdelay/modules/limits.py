@@ -7,7 +7,7 @@ message beyond a limit is refused at once, with a reason, and lies in ``undelive
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Self
 
@@ -35,6 +35,7 @@ class AllowedDestinations:
         patterns: Glob patterns for the names of both: ``*`` matches any characters, ``?`` one.
         never: The names of queues and exchanges that are not allowed, whatever the others say.
         never_patterns: Glob patterns for such names.
+        is_list: Whether nothing else is allowed: ``rabbitdelay_distribution_allowed`` is a list.
     """
 
     queues: frozenset[str] = frozenset()
@@ -42,6 +43,7 @@ class AllowedDestinations:
     patterns: tuple[str, ...] = ()
     never: frozenset[str] = frozenset()
     never_patterns: tuple[str, ...] = ()
+    is_list: bool = True
 
     @classmethod
     def matching(cls, patterns: Iterable[str]) -> Self:
@@ -62,6 +64,10 @@ class AllowedDestinations:
             frozenset(source.name for source in sources if source is not None and source.name),
         )
 
+    def also(self, patterns: Iterable[str]) -> Self:
+        """Allow what matches further patterns, too."""
+        return replace(self, patterns=(*self.patterns, *patterns))
+
     def includes(self, exchange: str, routing_key: str) -> bool:
         """Return whether a message may go to an exchange (empty: the default one) with a key."""
         names, name = (self.exchanges, exchange) if exchange else (self.queues, routing_key)
@@ -69,36 +75,14 @@ class AllowedDestinations:
             return False
         return name in names or any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
-    def forbids(self, name: str) -> bool:
-        """Return whether no message may go to a queue or exchange, whoever asks for it."""
-        return name in self.never or any(
-            fnmatchcase(name, pattern) for pattern in self.never_patterns
-        )
-
-
-class DistributionReach:
-    """Where distribution may publish. Any thread may use it.
-
-    A queue that the configuration names is reached by the default exchange. Without a list, two
-    more kinds of destination are allowed: every other exchange, because a producer may name one
-    that the worker's application does not know; and the queues that are bound to the delivery
-    exchange, by that exchange. Whoever can put a message into the levels reaches the latter without
-    distribution as well.
-
-    Args:
-        named: What the configuration names, and what is never reached.
-        is_list: Whether nothing else is reached: ``rabbitdelay_distribution_allowed`` is a list.
-    """
-
-    def __init__(self, named: AllowedDestinations, is_list: bool = False) -> None:
-        self._named = named
-        self._is_list = is_list
-
     def names(self, exchange: str, routing_key: str) -> bool:
-        """Return whether a destination is reached as it is named.
+        """Return whether distribution reaches a destination as it is named.
 
-        False means a queue that the configuration does not name: it is reached by its binding to
-        the delivery exchange, and in no other way.
+        A queue that the configuration names is reached by the default exchange. Without a list, two
+        more kinds of destination are allowed: every other exchange, because a producer may name one
+        that the worker's application does not know; and the queues that are bound to the delivery
+        exchange, by that exchange. Whoever can put a message into the levels reaches the latter
+        without distribution as well. False means such a queue.
 
         Args:
             exchange: The exchange; empty for the default one.
@@ -113,18 +97,24 @@ class DistributionReach:
             raise UnprocessableMessage(
                 "its destination is missing: it names neither an exchange nor a queue"
             )
-        if self._named.forbids(name):
+        if self.forbids(name):
             where = f"{where}, which belongs to the broker, to Celery or to the levels"
             raise UnprocessableMessage(not_allowed(where))
-        if self._named.includes(exchange, routing_key):
+        if self.includes(exchange, routing_key):
             return True
-        if self._is_list:
+        if self.is_list:
             raise UnprocessableMessage(not_allowed(where))
         return exchange != ""
 
+    def forbids(self, name: str) -> bool:
+        """Return whether no message may go to a queue or exchange, whoever asks for it."""
+        return name in self.never or any(
+            fnmatchcase(name, pattern) for pattern in self.never_patterns
+        )
+
 
 #: For a program without settings: every destination is named.
-ANYWHERE: Final = DistributionReach(AllowedDestinations.matching(["*"]))
+ANYWHERE: Final = AllowedDestinations.matching(["*"])
 
 
 def where_in_words(exchange: str, routing_key: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import compress, count
-from typing import Any
+from typing import Any, Final
 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import instant_of
@@ -23,6 +23,16 @@ from celery_rabbitdelay.levels.routing_key import (
 )
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
+
+#: Why the broker takes a message out of a module's queue, by the reason of ``x-death``.
+CAUSES: Final = {
+    "expired": "it expired in {}, before a worker took it: by its own expiration, or by a policy's "
+    "message-ttl",
+    "rejected": "a worker rejected it unread from {}: it is larger than "
+    "rabbitdelay_max_message_bytes, or than what RabbitMQ takes; the worker's log says more",
+    "maxlen": "{} was full, by a policy's max-length",
+    "delivery_limit": "delivery limit of {} exceeded: no worker acknowledged it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +150,7 @@ def _by_broker(topology: Topology, last_stop: str | None, cause: object) -> str 
     modules = topology.module_queues
     if last_stop not in (modules.checkin.name, modules.distribution.name):
         return None
-    if cause == "expired":
-        return (
-            f"it expired in {last_stop}, before a worker took it: by its own expiration, or by a "
-            "policy's message-ttl"
-        )
-    if cause == "rejected":
-        return (
-            f"a worker rejected it unread from {last_stop}: it is larger than "
-            "rabbitdelay_max_message_bytes, or than what RabbitMQ takes; the worker's log says more"
-        )
-    if cause == "maxlen":
-        return f"{last_stop} was full, by a policy's max-length"
-    return f"delivery limit of {last_stop} exceeded: no worker acknowledged it"
+    return CAUSES.get(str(cause), CAUSES["delivery_limit"]).format(last_stop)
 
 
 def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: str | None) -> str:

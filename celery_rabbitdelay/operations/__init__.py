@@ -1,8 +1,8 @@
 """The operator's work with messages that wait, from what it does to its commands.
 
 * To look: ``status`` (what waits, and what is due next), and ``verify`` (what on the broker breaks
-  a promise) with ``inventory``, ``checks`` and ``findings``; ``management`` asks the
-  management API, and ``quirks`` names where versions of RabbitMQ differ.
+  a promise) with ``inventory`` and ``checks``; ``management`` asks the management API, and
+  ``quirks`` names where versions of RabbitMQ differ.
 * To lay out: ``export`` (the topology in other formats), ``permissions`` (what each user needs) and
   ``delete``.
 * To move messages: ``source`` takes them from queues, ``mover`` publishes them elsewhere and

@@ -5,31 +5,28 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
-from typing import Any, Final
+from typing import Final, TypeAlias
 
-from kombu import Queue
+from kombu import Exchange, Queue
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.topology import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding, Topology
-from celery_rabbitdelay.operations.findings import (
-    BOUNDS,
-    DESTINATION_CONSEQUENCES,
-    POLICY_CONSEQUENCES,
-    FoundRow,
-)
 from celery_rabbitdelay.operations.inventory import Inventory, effective_policies
 from celery_rabbitdelay.operations.management import Json
 from celery_rabbitdelay.operations.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
-#: The definition of the policy that the documentation recommends for the levels: it keeps other
-#: policies away.
-GUARD: Final = json.dumps({"overflow": "reject-publish"})
+#: One fault of one subject: its code in ``findings.toml``, the subject, as
+#: ``queue rabbitdelay.hours.7``, and the values of the placeholders in its texts.
+FoundRow: TypeAlias = tuple[str, str, Mapping[str, object]]
 
-#: Its priority.
+#: The keys of policies and arguments that bound a queue.
+BOUNDS: Final = ("max-length", "max-length-bytes")
+
+#: The priority of the policy that the documentation recommends for the levels: it keeps other
+#: policies away.
 GUARD_PRIORITY: Final = 1000
 
 #: See :data:`.DEAD_LETTERING_FLAG`.
@@ -52,8 +49,17 @@ _QUEUE: Final = re.compile(r"[A-Za-z0-9_-]+\.(\d+|x\d+\.0)(\.s\d+)?")
 _EXCHANGE: Final = re.compile(r"[A-Za-z0-9_-]+\.x\d+|layout\.[^.]+")
 
 
-def check_broker(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]:
-    """Find a version, a feature flag, a clock and a type of queue that break a promise."""
+def check_broker(
+    settings: Settings, inventory: Inventory, is_blocked: bool = False
+) -> Iterator[FoundRow]:
+    """Find a version, a feature flag, a clock, a type of queue, or an alarm that breaks a promise.
+
+    Args:
+        settings: The application's settings.
+        inventory: What there is.
+        is_blocked: Whether the broker blocks publishers, because a node is low on memory or disk
+            space. The management API knows of an alarm, and of its end, some seconds late.
+    """
     subject = f"RabbitMQ {inventory.version}"
     version = version_of(inventory.version)
     if version < OLDEST:
@@ -62,25 +68,17 @@ def check_broker(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]
         yield "version-fault", subject, {}
     if NEEDED_FLAG in inventory.disabled_flags:
         yield "feature-flag-disabled", f"feature flag {NEEDED_FLAG}", {"flag": NEEDED_FLAG}
-    difference = abs(inventory.clock_ahead)
-    if difference > settings.early_tolerance:
-        ahead = "ahead of" if inventory.clock_ahead > 0 else "behind"
-        yield "clock-difference", "this machine", {"difference": difference, "ahead": ahead}
+    if abs(inventory.clock_ahead) > settings.early_tolerance:
+        yield "clock-difference", "this machine", {"ahead": inventory.clock_ahead}
     if settings.queue_type == "classic":
         yield "classic-levels", settings.prefix, {}
-
-
-def check_alarms(inventory: Inventory, is_blocked: bool) -> Iterator[FoundRow]:
-    """Find that a node is low on memory or disk space, and blocks publishers at all nodes."""
-    # The management API knows of an alarm, and of its end, some seconds late.
-    nodes = [f"node {name}" for name in inventory.alarmed]
-    for subject in nodes or [f"RabbitMQ {inventory.version}"]:
-        if is_blocked:
-            yield "publishers-blocked", subject, {}
+    if is_blocked:
+        for each in inventory.alarmed or [subject]:
+            yield "publishers-blocked", each, {}
 
 
 def check_limit(
-    topology: Topology, queues: Sequence[Queue], inventory: Inventory, virtual_host: str
+    topology: Topology, queues: Sequence[Queue], inventory: Inventory
 ) -> Iterator[FoundRow]:
     """Find that the virtual host may not have as many queues as are still to be declared."""
     most, there = inventory.limits.get("max-queues", -1), inventory.queues
@@ -92,48 +90,34 @@ def check_limit(
         # For some workers too, each of which has queues of its own.
         enough = {**inventory.limits, "max-queues": len(there) + missing + ROOM_FOR_WORKERS}
         told = {"most": most, "there": len(there), "missing": missing}
-        arguments = shlex.join(["-p", virtual_host, json.dumps(enough)])
-        command = f"rabbitmqctl set_vhost_limits {arguments}"
-        yield "queue-limit", f"virtual host {virtual_host}", {**told, "command": command}
+        limits = shlex.quote(json.dumps(enough))
+        yield "queue-limit", "the virtual host", {**told, "limits": limits}
 
 
 def check_entities(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]:
     """Find exchanges and queues of the topology that are missing or differ."""
-    topology, exchanges = settings.topology, inventory.exchanges
-    guard, *others, marker = (
-        topology.identity.guard,
-        *topology.exchanges,
-        topology.identity.marker,
-    )
-    may_declare = settings.declare == "auto"
-    missing = [
-        *(f"exchange {each.name}" for each in others if each.name not in exchanges),
-        *(f"queue {each.name}" for each in topology.queues if each.name not in inventory.queues),
-    ]
-    if len(missing) == len(others) + len(topology.queues):
-        yield "not-declared" if may_declare else "nobody-declares", topology.prefix, {}
-        missing = []
-    elif may_declare:
-        named = (f"exchange {each.name}" for each in (guard, marker) if each.name not in exchanges)
-        missing += named
-    for subject in missing:
-        yield "missing", subject, {}
-    for exchange in (guard, *others, marker):
-        wanted = {"type": exchange.type, "durable": True, "auto_delete": False, "internal": False}
-        difference = _difference(
-            {**wanted, **(exchange.arguments or {})}, exchanges.get(exchange.name), wanted
-        )
-        if difference and exchange is guard:
-            yield "layout-conflict", topology.prefix, {"difference": difference}
-        elif difference:
-            yield "differs", f"exchange {exchange.name}", {"difference": difference}
-    for queue in topology.queues:
-        if difference := _difference_of_queue(queue, inventory):
-            yield "differs", f"queue {queue.name}", {"difference": difference}
+    topology, (_, guard, marker) = settings.topology, settings.topology.identity
+    everything: list[Exchange | Queue] = [*topology.all_exchanges, *topology.queues]
+    needed = [each for each in everything if each not in (guard, marker)]
+    if not any(map(inventory.of, needed)):
+        code = "not-declared" if settings.declare == "auto" else "missing"
+        yield code, topology.prefix, {}
+        needed = []
+    elif settings.declare == "auto":
+        needed = everything
+    for each in needed:
+        if inventory.of(each) is None:
+            yield "missing", _subject(each), {}
+    for each in everything:
+        if difference := _difference(each, inventory):
+            code, subject = "differs", _subject(each)
+            if each is guard:
+                code, subject = "layout-conflict", topology.prefix
+            yield code, subject, {"difference": difference}
 
 
-def check_bindings(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
-    """Find bindings that are missing, and those that let tasks out or strangers in."""
+def check_strangers(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
+    """Find bindings that are missing, those that let tasks out or strangers in, and consumers."""
     ours = {exchange.name for exchange in topology.exchanges}
     queues = {queue.name for queue in topology.queues}
     for binding in topology.bindings:
@@ -151,13 +135,8 @@ def check_bindings(topology: Topology, inventory: Inventory) -> Iterator[FoundRo
         # The levels of another layout, which are orphans, lead to the same delivery exchange.
         if leads_out or (leads_in and not _is_level(topology, binding.source)):
             yield "binding-additional", _subject(binding), {"source": binding.source}
-
-
-def check_consumers(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
-    """Find consumers of our queues that are not of this package."""
-    ours = {queue.name for queue in topology.queues}
     for name, tag in inventory.consumers:
-        if name in ours and not tag.startswith(CONSUMER_TAG):
+        if name in queues and not tag.startswith(CONSUMER_TAG):
             yield "level-consumed", f"queue {name}", {}
 
 
@@ -180,30 +159,26 @@ def check_destinations(
 ) -> Iterator[FoundRow]:
     """Find queues of tasks that are missing, differ, or get no tasks."""
     topology, delivery = settings.topology, settings.topology.delivery.name
-    distributes = DISTRIBUTE in settings.modules
     for queue in queues:
-        name, subject = queue.name, f"queue {queue.name}"
-        if name not in inventory.queues:
+        name, subject, found = queue.name, f"queue {queue.name}", inventory.of(queue)
+        if found is None:
             # Otherwise, the first producer or worker that uses it declares it.
             if settings.declare == "never":
-                yield "destination-missing", subject, {}
+                yield "missing", subject, {}
             continue
-        difference = _difference_of_queue(queue, inventory)
-        if difference and not getattr(queue, "no_declare", False):
-            yield "destination-differs", subject, {"difference": difference}
+        if not getattr(queue, "no_declare", False) and (each := _difference(queue, inventory)):
+            yield "destination-differs", subject, {"difference": each}
         binding = Binding(delivery, topology.keys.destination_pattern(name), name)
         if (
             delivery in inventory.exchanges
             and binding not in inventory.bindings
             # UNLISTED_BINDINGS
-            and not _is_away(inventory.queues[name], inventory)
+            and not _is_away(found, inventory)
         ):
-            code = "destination-unbound" if distributes else "destination-cut-off"
-            yield code, subject, {"exchange": delivery}
-    for name in destinations_of(topology, queues, inventory):
-        found = inventory.queues.get(name, {"type": ""})
-        if found["type"] == "classic" and found["durable"] and not found.get("exclusive"):
-            yield "destination-classic", f"queue {name}", {}
+            if DISTRIBUTE in settings.modules:
+                yield "destination-unbound", subject, {}
+            else:
+                yield "missing", _subject(binding), {}
 
 
 def check_probes(settings: Settings, workers: Mapping[str, Json]) -> Iterator[FoundRow]:
@@ -249,25 +224,39 @@ def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[Found
             yield "replicas-few", subject, told
 
 
-def check_orphans(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
-    """Find queues and exchanges of other levels under the prefix."""
-    start = f"{topology.prefix}."
-    exchanges = {each.name for each in topology.all_exchanges}
-    queues = {queue.name for queue in topology.queues}
+def orphans_of(topology: Topology, inventory: Inventory) -> Iterator[str]:
+    """Yield the queues of other levels under the prefix."""
+    start, queues = f"{topology.prefix}.", {queue.name for queue in topology.queues}
     for name, queue in inventory.queues.items():
         arguments = queue["arguments"]
         # A queue of the application may begin alike.
-        is_level = (
-            name.startswith(start)
+        if (
+            name not in queues
+            and name.startswith(start)
             and str(arguments.get("x-dead-letter-exchange", "")).startswith(start)
             and "x-message-ttl" in arguments
             and _QUEUE.fullmatch(name.removeprefix(start))
-        )
-        if is_level and name not in queues:
-            yield "orphan", f"queue {name}", {}
+        ):
+            yield name
+
+
+def check_orphans(
+    topology: Topology, inventory: Inventory, waiting: Mapping[str, object]
+) -> Iterator[FoundRow]:
+    """Find queues and exchanges of other levels under the prefix.
+
+    Args:
+        topology: The topology.
+        inventory: What there is.
+        waiting: How many messages wait in each of :func:`orphans_of`, or a text if it is unknown.
+    """
+    exchanges = {each.name for each in topology.all_exchanges}
+    for name in orphans_of(topology, inventory):
+        messages = waiting[name]
+        yield "orphan" if messages else "orphan-empty", f"queue {name}", {"messages": messages}
     for name in inventory.exchanges:
         if _is_level(topology, name) and name not in exchanges:
-            yield "orphan", f"exchange {name}", {}
+            yield "orphan-empty", f"exchange {name}", {}
 
 
 def _is_level(topology: Topology, name: str) -> bool:
@@ -281,9 +270,11 @@ def _each(command: str, nodes: Iterable[str]) -> str:
     return ", ".join(f"`{command.format(node)}`" for node in nodes)
 
 
-def _subject(binding: Binding) -> str:
-    kind = "exchange" if binding.target_is_exchange else "queue"
-    return f"binding {binding.source} -> {kind} {binding.target} ({binding.pattern!r})"
+def _subject(each: Exchange | Queue | Binding) -> str:
+    if isinstance(each, Binding):
+        kind = "exchange" if each.target_is_exchange else "queue"
+        return f"binding {each.source} -> {kind} {each.target} ({each.pattern!r})"
+    return f"{'queue' if isinstance(each, Queue) else 'exchange'} {each.name}"
 
 
 def _is_harmless(topology: Topology, binding: Binding) -> bool:
@@ -306,23 +297,25 @@ def _node_of(queue: Json) -> str:
     return str(queue.get("leader") or queue.get("node") or "")
 
 
-def _difference_of_queue(queue: Queue, inventory: Inventory) -> str:
-    wanted = {"durable": bool(queue.durable), "auto_delete": bool(queue.auto_delete)}
-    arguments = declared_arguments(queue)
-    found = inventory.queues.get(queue.name)
-    if found is not None:
-        there = {**found["arguments"], "x-queue-type": found["type"]}
-        if "x-queue-type" not in arguments:
-            del there["x-queue-type"]  # the virtual host's default counts
-        found = {**found, "arguments": there}
-    return _difference({**wanted, **arguments}, found, wanted)
-
-
-def _difference(wanted: Mapping[str, object], found: Json | None, flags: Iterable[str]) -> str:
+def _difference(entity: Exchange | Queue, inventory: Inventory) -> str:
     """Return as text how an exchange or queue differs; empty if not, or if it does not exist."""
-    if found is None:
+    if (found := inventory.of(entity)) is None:
         return ""
-    there = {**{flag: found.get(flag) for flag in flags}, **found["arguments"]}
+    wanted: dict[str, object] = {
+        "type": found["type"],
+        "durable": bool(entity.durable),
+        "auto_delete": bool(entity.auto_delete),
+    }
+    if isinstance(entity, Queue):
+        arguments = declared_arguments(entity)
+        # Without the argument, the virtual host's default counts.
+        wanted["type"] = arguments.pop("x-queue-type", found["type"])
+    else:
+        arguments = dict(entity.arguments or {})
+        wanted |= {"type": entity.type, "internal": False}
+    there = {**{flag: found.get(flag) for flag in wanted}, **found["arguments"]}
+    there.pop("x-queue-type", None)
+    wanted |= arguments
     return ", ".join(
         f"{name} is {there.get(name)!r} instead of {wanted.get(name)!r}"
         for name in sorted({*wanted, *there})
@@ -331,119 +324,79 @@ def _difference(wanted: Mapping[str, object], found: Json | None, flags: Iterabl
 
 
 def check_policies(
-    topology: Topology, inventory: Inventory, destinations: Collection[str], virtual_host: str
+    topology: Topology,
+    inventory: Inventory,
+    destinations: Sequence[str],
+    may_refuse: Callable[[str], bool],
 ) -> Iterator[FoundRow]:
-    """Find policies that break a promise; those that bound destinations are :func:`check_bounds`'.
+    """Find policies that break a promise, and tasks' queues that drop tasks or refuse them.
 
     Args:
         topology: The topology.
         inventory: The broker's queues and policies.
         destinations: The names of the tasks' queues.
-        virtual_host: Its name, for the remedy.
+        may_refuse: Returns whether the application knows that a queue may refuse tasks.
     """
     checkin = topology.module_queues.checkin.name
-    found: list[tuple[str, str, str, Any, Json]] = []
-    for name in dict.fromkeys([*(queue.name for queue in topology.queues), *destinations]):
+    levels = [queue.name for queue in topology.queues]
+    for name in dict.fromkeys([*levels, *destinations]):
         for effective in effective_policies(inventory, name):
             values = {key: value for key, (value, _) in effective.items()}
             queue = inventory.queues[name]
             if name in destinations:
-                code, keys = "destination-policy", _harms_tasks(queue, values)
+                yield from _check_destination(queue, values, may_refuse)
+                harms = _harms_to_tasks(queue, values)
             else:
-                code, keys = "policy", _harms_levels(queue, values, is_checkin=name == checkin)
-            found += ((code, name, key, *effective[key]) for key in keys)
-    harmful: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-    for _, _, key, _, policy in found:
-        harmful[policy["kind"], policy["name"]].add(key)
-    for code, name, key, value, policy in found:
-        consequences = POLICY_CONSEQUENCES if code == "policy" else DESTINATION_CONSEQUENCES
-        told = {
-            "policy": _title(policy),
-            "key": key,
-            "value": value,
-            "consequence": consequences[key],
-        }
-        # One command for all keys of a policy: one for each would put the others back.
-        without = _without(policy, harmful[policy["kind"], policy["name"]], virtual_host)
-        guard = without
-        if policy["kind"] == "policy":
-            guard = _guard(topology.prefix, policy, virtual_host)
-        yield code, f"queue {name}", {**told, "guard": guard, "without": without}
+                harms = _harms_to_levels(queue, values, is_checkin=name == checkin)
+            for key in sorted(key for key in values if harms.get(key)):
+                value, policy = effective[key]
+                code = "policy" if policy["kind"] == "policy" else "operator-policy"
+                told = {each: policy[each] for each in ("kind", "name", "pattern", "priority")}
+                told |= {
+                    "key": key,
+                    "value": value,
+                    "higher": max(GUARD_PRIORITY, policy["priority"] + 1),
+                    "own": shlex.quote(f"^{re.escape(topology.prefix)}\\."),
+                }
+                yield "destination-policy" if name in destinations else code, f"queue {name}", told
 
 
-def check_bounds(
-    inventory: Inventory, destinations: Iterable[str], may_refuse: Callable[[str], bool]
+def _check_destination(
+    queue: Json, values: Json, may_refuse: Callable[[str], bool]
 ) -> Iterator[FoundRow]:
-    """Find tasks' queues that drop tasks when they are full, or refuse them unknown to us.
-
-    Args:
-        inventory: The broker's queues and policies.
-        destinations: The names of the tasks' queues.
-        may_refuse: Returns whether the application knows that a queue may refuse tasks.
-    """
-    for name in destinations:
-        for effective in effective_policies(inventory, name):
-            policies = {f"x-{key}": value for key, (value, _) in effective.items()}
-            values = {**inventory.queues[name]["arguments"], **policies}
-            bounds = [f"{key} = {values[f'x-{key}']}" for key in BOUNDS if f"x-{key}" in values]
-            if not bounds:
-                continue
-            told = {"bound": ", ".join(bounds), "queue": name}
-            if not str(values.get("x-overflow")).startswith("reject-publish"):
-                yield "destination-drops", f"queue {name}", told
-            elif not may_refuse(name):
-                yield "destination-refuses", f"queue {name}", told
+    """Find that a task's queue is classic, drops tasks when it is full, or refuses them."""
+    name, arguments = queue["name"], queue["arguments"]
+    if queue["type"] == "classic" and queue["durable"] and not queue.get("exclusive"):
+        yield "destination-classic", f"queue {name}", {}
+    bounds = {key: values.get(key, arguments.get(f"x-{key}")) for key in BOUNDS}
+    bound = ", ".join(f"{key} = {value}" for key, value in bounds.items() if value is not None)
+    overflow = str(values.get("overflow", arguments.get("x-overflow")))
+    if bound and not overflow.startswith("reject-publish"):
+        yield "destination-drops", f"queue {name}", {"bound": bound}
+    elif bound and not may_refuse(name):
+        yield "destination-refuses", f"queue {name}", {"bound": bound, "queue": name}
 
 
-def _harms_levels(queue: Json, values: Json, is_checkin: bool) -> Iterator[str]:
-    """Yield the keys of policies that harm a queue of the levels or of a module."""
+def _harms_to_levels(queue: Json, values: Json, is_checkin: bool) -> dict[str, bool]:
+    """Return for the keys of policies whether they harm a queue of the levels or of a module."""
     arguments, is_quorum = queue["arguments"], queue["type"] == "quorum"
-    if "expires" in values:
-        yield "expires"
-    if values.get("message-ttl", inf) < arguments.get("x-message-ttl", inf):
-        yield "message-ttl"
     # Check-in may refuse its clients' messages when it is full.
     overflow = str(values.get("overflow", arguments.get("x-overflow")))
-    if not (is_checkin and overflow.startswith("reject-publish")):
-        yield from (key for key in BOUNDS if key in values)
+    may_be_full = is_checkin and overflow.startswith("reject-publish")
     # The policy's overflow counts, not the argument's; of dead-lettering, the argument's counts
     # wherever there is one (rabbit_quorum_queue:args_policy_lookup).
-    if "x-dead-letter-exchange" in arguments:
-        if is_quorum and values.get("overflow", "reject-publish") != "reject-publish":
-            yield "overflow"
-        if "dead-letter-routing-key" in values:
-            yield "dead-letter-routing-key"
-    if is_quorum and 0 <= values.get("delivery-limit", -1) < arguments.get("x-delivery-limit", 0):
-        yield "delivery-limit"
+    leads_on, limit = "x-dead-letter-exchange" in arguments, values.get("delivery-limit", -1)
+    return {
+        "expires": True,
+        "message-ttl": values.get("message-ttl", inf) < arguments.get("x-message-ttl", inf),
+        **dict.fromkeys(BOUNDS, not may_be_full),
+        "overflow": leads_on and is_quorum and overflow != "reject-publish",
+        "dead-letter-routing-key": leads_on,
+        "delivery-limit": is_quorum and 0 <= limit < arguments.get("x-delivery-limit", 0),
+    }
 
 
-def _harms_tasks(queue: Json, values: Json) -> Iterator[str]:
-    """Yield the keys of policies that harm a task's queue."""
-    yield from (key for key in ("expires", "message-ttl") if key in values)
-    if queue["type"] == "quorum" and values.get("delivery-limit", -1) >= 0:
-        yield "delivery-limit"
-
-
-def _title(policy: Json) -> str:
-    name, pattern, priority = policy["name"], policy["pattern"], policy["priority"]
-    return f"the {policy['kind']} '{name}' for '{pattern}', priority {priority},"
-
-
-def _without(policy: Json, keys: Collection[str], virtual_host: str) -> str:
-    """Return the command that removes keys from a policy, or deletes it if none are left."""
-    kind = policy["kind"].replace(" ", "_")
-    rest = {name: value for name, value in policy["definition"].items() if name not in keys}
-    where = ["-p", virtual_host]
-    if not rest:
-        return f"rabbitmqctl clear_{kind} {shlex.join([*where, policy['name']])}"
-    where += ["--priority", str(policy["priority"]), "--apply-to", policy["apply-to"]]
-    own = [policy["name"], policy["pattern"], json.dumps(rest)]
-    return f"rabbitmqctl set_{kind} {shlex.join([*where, *own])}"
-
-
-def _guard(prefix: str, policy: Json, virtual_host: str) -> str:
-    """Return the command for a policy that keeps another one away from the levels."""
-    priority = max(GUARD_PRIORITY, policy["priority"] + 1)
-    where = ("-p", virtual_host, "--priority", str(priority), "--apply-to", "queues")
-    pattern = f"^{re.escape(prefix)}\\."
-    return f"rabbitmqctl set_policy {shlex.join([*where, prefix, pattern, GUARD])}"
+def _harms_to_tasks(queue: Json, values: Json) -> dict[str, bool]:
+    """Return for the keys of policies whether they harm a task's queue."""
+    is_limited = queue["type"] == "quorum" and values.get("delivery-limit", -1) >= 0
+    return {"expires": True, "message-ttl": True, "delivery-limit": is_limited}

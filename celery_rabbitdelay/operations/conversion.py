@@ -15,16 +15,16 @@ there.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 from uuid import uuid4
 
 import amqp
 from amqp.exceptions import NotFound, ResourceLocked
-from kombu import Connection, Exchange, Queue
+from kombu import Queue
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of
@@ -33,16 +33,17 @@ from celery_rabbitdelay.levels import routing_key
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, shortened
 from celery_rabbitdelay.levels.topology import PROBE_TYPE, Topology
-from celery_rabbitdelay.modules.forwarding import (
-    Outgoing,
-    delayed_task,
-    for_distribution,
-    into_levels,
-)
+from celery_rabbitdelay.modules import forwarding
+from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.mover import Place, Stay
 from celery_rabbitdelay.publishing import declaration
-from celery_rabbitdelay.publishing.destination import Destination, topic_matches
+from celery_rabbitdelay.publishing.destination import (
+    Destination,
+    bindings_of,
+    resolve,
+    topic_matches,
+)
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import DelayedProducer
@@ -109,24 +110,16 @@ class Migration:
             return Outgoing("", self.target.probe.name, WaitingMessage.unopened(message))
         if self.source.keys.digits(key) is None:
             raise Stay("its routing key is of another layout: see the --from options")
-        word = key.split(".")[-1]
+        word, named = key.split(".")[-1], WaitingMessage.unopened(message).headers.queue
         if word == routing_key.encode_destination(routing_key.DISTRIBUTION):
             return self._waiting(message, routing_key.DISTRIBUTION, until_ms)
-        return self._waiting(message, self._queue_of(word, message), until_ms)
-
-    @staticmethod
-    def _queue_of(word: str, message: amqp.Message) -> str:
-        """Return the name of the queue that the last word of a routing key encodes."""
-        name = routing_key.decode_destination(word)
-        if name is None:
-            # The word is a hash of the name.
-            name = headers_of(message).get(header_names.QUEUE)
-            if not isinstance(name, str) or routing_key.encode_destination(name) != word:
-                raise exceptions.UnprocessableMessage(
-                    f"its routing key has a hash of its queue's name, and {header_names.QUEUE} is "
-                    f"{shortened(name)}"
-                )
-        return name
+        name = routing_key.decode_destination(word) or named
+        if name is None or routing_key.encode_destination(name) != word:
+            raise exceptions.UnprocessableMessage(
+                f"its routing key has a hash of its queue's name, and {header_names.QUEUE} is "
+                f"{shortened(named)}"
+            )
+        return self._waiting(message, name, until_ms)
 
     def _waiting(self, message: amqp.Message, destination: str, until_ms: int | None) -> Outgoing:
         given = headers_of(message)
@@ -158,7 +151,7 @@ class Migration:
         if self.signing_keys is not None and is_authentic:
             # It may have another priority in its headers; and the first key signs.
             waiting = self.signing_keys.sign(waiting)
-        return into_levels(self.target, waiting, due, destination)
+        return forwarding.into_levels(self.target, waiting, due, destination)
 
 
 def check_places(source: Place, target: Place) -> None:
@@ -168,28 +161,22 @@ def check_places(source: Place, target: Place) -> None:
         SameTopology: They have the same prefix, in the same virtual host of the same broker.
         OSError: A broker cannot be reached.
     """
-    if source.topology.prefix != target.topology.prefix:
+    prefix = target.topology.prefix
+    if source.topology.prefix != prefix:
         return
-    if _are_the_same(source.connection, target.connection, target.topology.prefix):
-        raise exceptions.SameTopology(source.topology.prefix)
-
-
-def _are_the_same(one: Connection, other: Connection, prefix: str) -> bool:
-    """Return whether two connections are to the same virtual host, whatever its address."""
+    name = f"{prefix}.same.{uuid4()}"  # which the user may declare
+    one, other = source.connection, target.connection
     with one.clone(heartbeat=0) as first, other.clone(heartbeat=0) as second:
-        connect(first)
-        connect(second)
-        channel: Any = first.default_channel
-        name = f"{prefix}.same.{uuid4()}"  # which the user may declare
-        channel.queue_declare(name, exclusive=True)
-        channel = second.default_channel
-        try:
-            channel.queue_declare(name, passive=True)
-        except ResourceLocked:
-            return True
-        except NotFound:
-            return False
-    return True
+        for each, options in ((first, {"exclusive": True}), (second, {"passive": True})):
+            connect(each)
+            channel: Any = each.default_channel
+            try:
+                channel.queue_declare(name, **options)
+            except NotFound:
+                return
+            except ResourceLocked:
+                break  # it is the same virtual host, whatever its address
+    raise exceptions.SameTopology(prefix)
 
 
 def check_source(source: Place) -> None:
@@ -234,7 +221,6 @@ KEEPS_OWN: Final = "its task has rabbitdelay=False"
 SLACK_MS: Final = 2000
 
 _BITS = re.compile(rf"((?:[01]\.){{{BITS}}})(.*)", re.DOTALL)
-
 
 #: Returns the delayed message of one in a queue; it raises :class:`.Stay`.
 Adopt: TypeAlias = Callable[[amqp.Message, str], Outgoing]
@@ -319,7 +305,7 @@ class TaskMessages:
         """
         if self.keeps_own(str(headers_of(message).get("task"))):
             raise Stay(KEEPS_OWN)
-        task = delayed_task(message, destination, due.at_ms)
+        task = forwarding.delayed_task(message, destination, due.at_ms)
         try:
             delayed = self.producer.routed(task, destination.queue, due)
         except (exceptions.NeedsDistribution, exceptions.DelayTooLong) as error:
@@ -339,54 +325,36 @@ def native_chain(tasks: TaskMessages, queues: Iterable[Queue]) -> Adopt:
         tasks: Makes the delayed task.
         queues: The queues that the application knows.
     """
-    bound = list(_bound_to_chain(queues))
+    known = list(queues)
 
     def convert(message: amqp.Message, queue: str) -> Outgoing:
         due, key = _end_of_chain(message, queue, tasks.due(message))
-        return tasks.delayed(message, _destination(bound, key), due)
+        return tasks.delayed(message, _destination(known, key), due)
 
     return convert
 
 
-class _Bound(NamedTuple):
-    """A queue that Celery binds to its chain.
+def _destination(queues: Sequence[Queue], routing_key: str) -> Destination:
+    """Return the destination of a task, by the patterns that the end of Celery's chain is bound by.
 
-    Attributes:
-        queue: The queue.
-        exchange: Its exchange, which the chain delivers to.
-        routing_key: The routing key that it is bound with.
-        pattern: The words of the pattern by which the chain's last exchange is bound to it.
+    See ``bind_queue_to_native_delayed_delivery_exchange``: they begin with ``#``.
     """
-
-    queue: Queue
-    exchange: Exchange
-    routing_key: str
-    pattern: tuple[str, ...]
-
-
-def _bound_to_chain(queues: Iterable[Queue]) -> Iterator[_Bound]:
-    """Yield the queues Celery binds; see ``bind_queue_to_native_delayed_delivery_exchange``."""
-    for queue in queues:
-        # Both have an exchange and a routing key.
-        for each in [queue] if queue.exchange else queue.bindings:
-            exchange, key = each.exchange, each.routing_key
-            if exchange and exchange.name and exchange.type != "direct":
-                pattern = key if key.startswith("#") else f"#.{key}"
-                yield _Bound(queue, exchange, key, tuple(pattern.split(".")))
-
-
-def _destination(bound: Sequence[_Bound], routing_key: str) -> Destination:
-    """Return the destination of a task, by the patterns that the chain's end is bound with."""
+    bound = [
+        (exchange.name, key)
+        for queue in queues
+        for exchange, key in bindings_of(queue)
+        if exchange.name and exchange.type != "direct"
+    ]
     words = routing_key.split(".")
-    exact = [each for each in bound if each.routing_key == routing_key]
-    found = exact or [each for each in bound if topic_matches(each.pattern, words)]
-    if not found:
-        raise Stay(f"no queue of the application has the routing key {shortened(routing_key)}")
-    if len({each.exchange.name for each in found}) > 1:
-        raise Stay(f"several exchanges have the routing key {shortened(routing_key)}")
-    queue, exchange, *_ = found[0]
-    is_only = len({each.queue.name for each in found}) == 1 and exchange.type == "topic"
-    return Destination(queue if is_only else None, exchange.name, routing_key)
+    exact = {exchange for exchange, key in bound if key == routing_key}
+    found = exact or {
+        exchange for exchange, key in bound if topic_matches(["#", *key.split(".")], words)
+    }
+    if len(found) != 1:
+        which = "several exchanges have" if found else "no queue of the application has"
+        raise Stay(f"{which} the routing key {shortened(routing_key)}")
+    (exchange,) = found
+    return resolve(exchange, routing_key, queues)
 
 
 def nservicebus_chain(
@@ -412,7 +380,7 @@ def nservicebus_chain(
         if any(name in headers for name in header_names.SENDER_SELECTED):
             raise Stay(f"it has the header {' or '.join(header_names.SENDER_SELECTED)}")
         sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(headers)))
-        return for_distribution(topology, sent, due, exchange, key, signing_keys)
+        return forwarding.for_distribution(topology, sent, due, exchange, key, signing_keys)
 
     return convert
 

@@ -14,7 +14,7 @@ from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.operations.management import management_api, management_option
 from celery_rabbitdelay.publishing import declaration
-from celery_rabbitdelay.publishing.declaration import Counts
+from celery_rabbitdelay.publishing.kombu_internals import Counts
 
 #: Seconds. A quorum queue reports its totals every five seconds (``quorum_tick_interval``).
 TOTALS_AGE: Final = 6.0

@@ -3,7 +3,7 @@
 ``rabbitmqctl import_definitions``, the management page and ``load_definitions`` of
 ``rabbitmq.conf`` read a definitions file (https://www.rabbitmq.com/docs/definitions). The Terraform
 module is for the provider ``cyrilgdn/rabbitmq``; the file ``module.tf`` has the names of values, as
-``@name@``, in place of what differs. :func:`as_setting` describes a layout.
+``@name@``, in place of what differs. ``around.mmd`` is what stands around the levels in a diagram.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any, Final
 
@@ -31,29 +32,21 @@ def as_setting(layout: Layout) -> dict[str, object] | None:
     Returns:
         A mapping; None if only Python can make this layout.
     """
-    if layout.name not in _LAYOUTS:
-        return None
-    options = _options(layout)
+    count, options = len(layout.levels), dict[str, Any](zeros=layout.zeros)
+    if layout.name == "custom":
+        levels = ([each.unit, each.base, _seconds(each.place_ms)] for each in layout.levels)
+        options["levels"] = list(levels)
+    else:
+        options["tick"] = _seconds(layout.tick_ms)
+    if layout.name in ("binary", "geometric"):
+        options["levels"] = count
+    if layout.name == "geometric":
+        options["factor"] = layout.bases[0]
     try:
-        found = _LAYOUTS[layout.name](**options)
-    except (InvalidLayout, TypeError):
+        is_made = _LAYOUTS[layout.name](**options) == layout
+    except (LookupError, InvalidLayout, TypeError):
         return None
-    return {"name": layout.name, **options} if found == layout else None
-
-
-def _options(layout: Layout) -> dict[str, Any]:
-    tick = _seconds(layout.tick_ms)
-    match layout.name:
-        case "clock":
-            options: dict[str, Any] = {"tick": tick}
-        case "binary":
-            options = {"tick": tick, "levels": len(layout.levels)}
-        case "geometric":
-            options = {"tick": tick, "factor": layout.bases[0], "levels": len(layout.levels)}
-        case _:
-            levels = ([each.unit, each.base, _seconds(each.place_ms)] for each in layout.levels)
-            options = {"levels": list(levels)}
-    return {**options, "zeros": layout.zeros}
+    return {"name": layout.name, **options} if is_made else None
 
 
 def _seconds(length_ms: int) -> float:
@@ -73,21 +66,18 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str
         topology: The topology.
         vhost: The virtual host that they belong to.
     """
-    common = {"vhost": vhost, "durable": True, "auto_delete": False}
+
+    def entity(name: str, arguments: Mapping[str, Any] | None, **more: Any) -> dict[str, Any]:
+        lasting = {"vhost": vhost, "durable": True, "auto_delete": False}
+        return {"name": name, "arguments": dict(arguments or {}), **more, **lasting}
+
     return {
         "exchanges": [
-            {
-                "name": each.name,
-                "type": each.type,
-                "arguments": dict(each.arguments or {}),
-                **common,
-                "internal": False,
-            }
+            entity(each.name, each.arguments, type=each.type, internal=False)
             for each in topology.all_exchanges
         ],
         "queues": [
-            {"name": each.name, "arguments": dict(each.queue_arguments or {}), **common}
-            for each in (*topology.queues, topology.probe)
+            entity(each.name, each.queue_arguments) for each in (*topology.queues, topology.probe)
         ],
         "bindings": [
             {
@@ -103,8 +93,7 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str
     }
 
 
-#: The arguments whose values are names, and the input of the Terraform module that begins each.
-_NAMES: Final = ("alternate-exchange", "x-dead-letter-exchange")
+#: Stands for the prefix, which is an input of the Terraform module.
 _PREFIX: Final = "@name@"
 
 
@@ -118,25 +107,21 @@ def as_terraform(topology: Topology, vhost: str = "/") -> str:
         topology: The topology; its prefix is the default of the input ``name``.
         vhost: The default of the input ``vhost``.
     """
-    layout, made = topology.layout, definitions(topology)
-
-    def bare(name: str) -> str:
-        return name.removeprefix(f"{topology.prefix}.")
-
-    def entity(made: Mapping[str, Any]) -> dict[str, Any]:
-        arguments = {
-            key: f"{_PREFIX}.{bare(value)}" if key in _NAMES else value
-            for key, value in made["arguments"].items()
-        }
-        return {"name": bare(made["name"]), "type": made.get("type"), "arguments": arguments}
-
-    guard, *exchanges, marker = map(entity, made["exchanges"])
+    layout, made = topology.layout, definitions(replace(topology, prefix=_PREFIX))
+    behind = slice(len(f"{_PREFIX}."), None)
+    guard, *exchanges, marker = (
+        {"name": each["name"][behind], "type": each["type"], "arguments": each["arguments"]}
+        for each in made["exchanges"]
+    )
     bindings = [
-        {**each, "source": bare(each["source"]), "destination": bare(each["destination"])}
+        {
+            "source": each["source"][behind],
+            "destination": each["destination"][behind],
+            "destination_type": each["destination_type"],
+            "routing_key": each["routing_key"],
+        }
         for each in made["bindings"]
     ]
-    for each in bindings:
-        del each["vhost"], each["arguments"]
     values = {
         "layout": layout.name,
         "zeros": layout.zeros,
@@ -148,11 +133,14 @@ def as_terraform(topology: Topology, vhost: str = "/") -> str:
         "guard": _hcl(guard),
         "marker": _hcl(marker),
         "exchanges": _table({each["name"]: each for each in exchanges}),
-        "queues": _table({each["name"]: each["arguments"] for each in map(entity, made["queues"])}),
+        "queues": _table({each["name"][behind]: each["arguments"] for each in made["queues"]}),
         "bindings": _table({" ".join(each.values()): each for each in bindings}),
     }
-    template = files(__package__).joinpath("module.tf").read_text(encoding="utf-8")
-    return re.sub("@([a-z_]+)@", lambda found: values[found[1]], template)
+    return re.sub("@([a-z_]+)@", lambda found: values[found[1]], _template("module.tf"))
+
+
+def _template(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _hcl(value: object) -> str:
@@ -166,61 +154,35 @@ def _table(entries: Mapping[str, object]) -> str:
     return f"{{\n{lines}\n  }}"
 
 
-#: What stands before, behind and around the levels.
-_AROUND: Final = """\
-producer(["producer"])
-delivery{{"delivery"}}
-destination(["the task's queue"])
-checkin[["checkin<br/>(ingest queue)"]]
-meditation[["meditation<br/>TTL @ttl"]]
-distribution[["distribution<br/>(publishes again)"]]
-undeliverable[["undeliverable"]]
-producer ==>|"or lower"| exchange0
-producer ==>|"above"| meditation
-meditation -.-> checkin
-checkin ==>|"or lower"| exchange0
-delivery -->|"its name"| destination
-delivery -->|"no route"| distribution
-distribution ==> destination
-distribution ==>|"in the end"| undeliverable
-"""
-
-
 def as_mermaid(topology: Topology) -> str:
     """Return a flow chart from left to right."""
     layout = topology.layout
     loop = topology.module_queues.meditation.queue_arguments or {}
-    around = _AROUND.replace("@ttl", duration_text(loop["x-message-ttl"]))
+    around = _template("around.mmd").replace("@ttl@", duration_text(loop["x-message-ttl"]))
     title = (
         f"{topology.prefix}: {layout.name}, zeros passed by {layout.zeros}, "
         f"{len(topology.digit_queues)} digit queues, up to {duration_text(layout.capacity_ms)}"
     )
-    lines = (*_nodes(topology), *_arrows(topology), *around.splitlines())
+    lines = (*_levels(topology), *around.splitlines())
     chart = ["---", f'title: "{title}"', "---", "flowchart LR", *(f"  {line}" for line in lines)]
     return "\n".join(chart) + "\n"
 
 
-def _nodes(topology: Topology) -> Iterator[str]:
-    for index, level in enumerate(topology.layout.levels):
-        queues = topology.level_queues[level.name]
-        ends = queues if len(queues) == 1 else (queues[0], queues[-1])
-        names = [queue.name.removeprefix(f"{topology.prefix}.") for queue in ends]
-        ttls = [duration_text((queue.queue_arguments or {})["x-message-ttl"]) for queue in ends]
-        yield f'exchange{index}{{{{"{level.name}"}}}}'
-        yield f'queues{index}[("{" to<br/>".join(names)}<br/>TTL {" to ".join(ttls)}")]'
-
-
-def _arrows(topology: Topology) -> Iterator[str]:
-    """Yield the bindings of each level, by the digits that they match, and its dead-lettering."""
-    layout = topology.layout
-    count = len(layout.levels)
+def _levels(topology: Topology) -> Iterator[str]:
+    """Yield each level, with its bindings by the digits that they match, and its dead-lettering."""
+    layout, count = topology.layout, len(topology.layout.levels)
     exchanges = [*(f"exchange{index}" for index in range(count)), "delivery"]
     first = 0 if layout.zeros == "queue" else 1
-    for index in range(count):
+    for index, level in enumerate(layout.levels):
+        queues = [
+            queue.name.removeprefix(f"{topology.prefix}.")
+            for queue in topology.level_queues[level.name]
+        ]
+        yield f'exchange{index}{{{{"{level.name}"}}}}'
+        yield f'queues{index}[("{" to<br/>".join(dict.fromkeys((queues[0], queues[-1])))}")]'
         behind = count if layout.zeros == "skip" else index + 1
         for lower in range(index, behind):
-            last = layout.bases[lower] - 1
-            digits = str(first) if first == last else f"{first}-{last}"
+            digits = "-".join(dict.fromkeys((str(first), str(layout.bases[lower] - 1))))
             yield f'exchange{index} -->|"{"0." * (lower - index)}{digits}"| queues{lower}'
         if layout.zeros != "queue":
             zeros = ".".join("0" * (behind - index))

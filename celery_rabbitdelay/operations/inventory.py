@@ -8,13 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from kombu import Exchange, Queue
+
 from celery_rabbitdelay.levels.topology import Binding
-from celery_rabbitdelay.operations.management import (
-    CLOCK_STEP,
-    NOTHING,
-    Json,
-    ManagementAPI,
-)
+from celery_rabbitdelay.operations.management import CLOCK_STEP, NOTHING, Json, ManagementAPI
 from celery_rabbitdelay.operations.quirks import DEAD_LETTERING_FLAG, version_of
 
 #: Keys of which a policy and an operator policy both hold, so that the smaller value counts:
@@ -39,7 +36,7 @@ class Inventory(NamedTuple):
         policies: Every policy, and every operator policy, which is applied in addition; ``kind``
             says which it is.
         nodes: Whether each node of the cluster runs, by its name.
-        alarmed: The names of the nodes that are low on memory or disk space.
+        alarmed: The nodes that are low on memory or disk space, as ``node rabbit@host``.
         disabled_flags: The feature flags that are disabled; read on RabbitMQ 3.10 only.
         limits: The limits of the virtual host, such as ``max-queues``.
         clock_ahead: By how many seconds this machine's clock is ahead of the broker's, at least;
@@ -54,9 +51,14 @@ class Inventory(NamedTuple):
     policies: Sequence[Json] = ()
     nodes: Mapping[str, bool] = NOTHING
     alarmed: Sequence[str] = ()
-    disabled_flags: frozenset[str] = frozenset()
+    disabled_flags: Sequence[str] = ()
     limits: Json = NOTHING
     clock_ahead: float = 0.0
+
+    def of(self, entity: Exchange | Queue) -> Json | None:
+        """Return an exchange or queue as the broker has it; None if it does not exist."""
+        there = self.queues if isinstance(entity, Queue) else self.exchanges
+        return there.get(entity.name)
 
 
 def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
@@ -108,9 +110,11 @@ def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
         ],
         nodes={each["name"]: bool(each.get("running")) for each in nodes},
         alarmed=[
-            each["name"] for each in nodes if each.get("mem_alarm") or each.get("disk_free_alarm")
+            f"node {each['name']}"
+            for each in nodes
+            if each.get("mem_alarm") or each.get("disk_free_alarm")
         ],
-        disabled_flags=frozenset(each["name"] for each in flags if each["state"] == "disabled"),
+        disabled_flags=[each["name"] for each in flags if each["state"] == "disabled"],
         limits={key: value for each in limits for key, value in each["value"].items()},
         clock_ahead=max(at_least, 0.0) + min(at_most, 0.0),
     )

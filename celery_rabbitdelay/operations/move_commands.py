@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from math import inf
 from threading import Event
 from typing import Any, Final, cast
 
 import celery
 import click
-from celery.exceptions import QueueNotFound
 from celery.platforms import EX_UNAVAILABLE
-from kombu import Connection, Queue
+from kombu import Connection
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.delays import Delays
@@ -25,7 +24,7 @@ from celery_rabbitdelay.levels import shown_url
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.operations import conversion
 from celery_rabbitdelay.operations.mover import Convert, Destinations, Moved, Mover, Place
-from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.operations.source import ready_in, waiting
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
@@ -40,7 +39,12 @@ _move_options: Final = shared.options(
         show_default=True,
         help="In which time a broker has to answer, or to come back.",
     ),
-    click.option("--rate", type=shared.POSITIVE, help="Move at most this many messages a second."),
+    click.option(
+        "--rate",
+        type=shared.POSITIVE,
+        default=inf,
+        help="Move at most this many messages a second.",
+    ),
     click.option("--follow", is_flag=True, help="Keep running when all is moved, until Ctrl-C."),
     click.option("--dry-run", is_flag=True, help="Count the messages, and move none."),
 )
@@ -107,7 +111,7 @@ def transfer(from_url: str, **options: Any) -> None:
 
 
 def _migrate(
-    there: Connection, *, ignore_registry: bool, allow: tuple[str, ...], sign: bool, **options: Any
+    there: Connection, *, ignore_registry: bool, allow: Sequence[str], sign: bool, **options: Any
 ) -> None:
     given = {name: options.pop(name) for name in list(options) if name.startswith("from_")}
     topology = shared.topology(given, of="of the levels that are emptied: ")
@@ -117,8 +121,7 @@ def _migrate(
         _check_registry(shared.delays(), topology.prefix)
     app = cast(Celery, shared.app())  # it has delays
     app.loader.import_default_modules()
-    named = configured_destinations(app)
-    allowed = dataclasses.replace(named, patterns=(*named.patterns, *allow))
+    allowed = configured_destinations(app).also(allow)
     destinations = Destinations(
         target, configured_queues(app), lambda name: allowed.includes("", name)
     )
@@ -211,11 +214,8 @@ def eta(queues: Sequence[str], **options: Any) -> None:
 
     def check() -> None:
         with target.connection.clone(heartbeat=0) as own:
-            counts = queue_counts(own, [Queue(name) for name in queues])
-        if missing := [name for name, found in counts.items() if found is None]:
-            names = ", ".join(map(repr, missing))
-            error = QueueNotFound(f"no such queue on the broker: {names}; nothing was moved")
-            shared.fail(error, error.args[0])
+            for name in queues:
+                ready_in(own, name)
 
     _run(destinations, queues, convert, check=check, **options)
 
@@ -239,7 +239,7 @@ def _run(
     source: Connection | None = None,
     check: Callable[[], None] = lambda: None,
     timeout: float,
-    rate: float | None,
+    rate: float,
     dry_run: bool,
     follow: bool,
 ) -> None:
@@ -252,7 +252,7 @@ def _run(
         source: The broker that these are on; None for the target's.
         check: Called first. It raises an error if nothing can be moved between these levels.
         timeout: Seconds in which a broker has to answer, or to come back.
-        rate: The most messages that are moved in a second; None for no limit.
+        rate: The most messages that are moved in a second.
         dry_run: Whether to count the messages, and move none.
         follow: Whether to keep running when the queues are empty, until Ctrl-C.
     """
@@ -261,16 +261,20 @@ def _run(
     mover = Mover(there, queues, target, convert, timeout=timeout, rate=rate)
     refused = shared.usage_errors(SameTopology, LayoutConflict, TopologyIncomplete)
     try:
-        with closing(destinations), refused:
+        with closing(destinations), refused, set_by_ctrl_c(mover.stopping):
             check()
             if dry_run:
-                found = mover.waiting()
-                told = {"waiting": sum(found.values()), "queues": found}
-                shared.answer(told, _waiting_lines(found))
+                with there.clone(heartbeat=0) as own:
+                    found = waiting(own, queues)
+                lines = [f"  {name:40} {messages:12,}" for name, messages in found.items()]
+                total = sum(found.values())
+                lines.append(f"{total:,} messages wait; nothing was moved")
+                shared.answer({"waiting": total, "queues": found}, lines)
                 return
-            moved = _moved(mover, follow)
+            moved = mover.move(follow=follow)
     except shared.BROKER_ERRORS as error:
-        shared.fail(error, f"cannot reach a broker: {error}", EX_UNAVAILABLE)
+        text = f"{mover.result.moved:,} messages are moved, the others are where they were: {error}"
+        shared.fail(error, text, EX_UNAVAILABLE)
     missing, unnamed = sorted(destinations.missing), sorted(destinations.unnamed)
     told = {**vars(moved), "missing_queues": missing, "unnamed_queues": unnamed}
     shared.answer(told, _lines(moved, missing, unnamed))
@@ -279,46 +283,26 @@ def _run(
         raise SystemExit(shared.FAILED)
 
 
-def _moved(mover: Mover, follow: bool) -> Moved:
-    """Move the messages; if a broker fails meanwhile, print how many were moved until then."""
-    try:
-        with set_by_ctrl_c(mover.stopping):
-            return mover.move(follow=follow)
-    except shared.BROKER_ERRORS as error:
-        text = f"{mover.result.moved:,} messages are moved, the others are where they were: {error}"
-        shared.fail(error, text, EX_UNAVAILABLE)
-
-
-def _waiting_lines(found: Mapping[str, int]) -> Iterator[str]:
-    for name, messages in list(found.items())[:MAX_NAMED]:
-        yield f"  {name:40} {messages:12,}"
-    if len(found) > MAX_NAMED:
-        yield f"  ... and {len(found) - MAX_NAMED} further queues"
-    yield f"{sum(found.values()):,} messages wait; nothing was moved"
-
-
-def _lines(
-    moved: Moved, missing_queues: Sequence[str], unnamed_queues: Sequence[str]
-) -> Iterator[str]:
+def _lines(moved: Moved, missing: Sequence[str], unnamed: Sequence[str]) -> Iterator[str]:
     rate = moved.moved / moved.seconds if moved.seconds else 0
     yield f"{moved.moved:,} messages moved in {moved.seconds:,.1f} s ({rate:,.0f}/s)"
     for what, reasons in (("undeliverable", moved.undeliverable), ("left", moved.left)):
-        for reason, number in list(reasons.items())[:MAX_NAMED]:
+        for reason, number in reasons.most_common(MAX_NAMED):
             yield f"  {number:,} {what}: {reason}"
     if moved.copies:
         yield f"  {moved.copies:,} may exist twice: a connection was lost"
     if not moved.finished:
         yield "  ended before all was moved; start it again to go on"
-    if missing_queues:
-        names = ", ".join(missing_queues[:MAX_NAMED])
+    if missing:
+        names = shared.first_of(missing, MAX_NAMED)
         yield f"  these queues do not exist; distribution tries them later: {names}"
-    if unnamed_queues:
-        names = ", ".join(unnamed_queues[:MAX_NAMED])
+    if unnamed:
         yield (
             "  not bound, because the application does not name them; their messages wait until "
             "these queues are bound, and are undeliverable rabbitdelay_retry_for (a day) after "
             "they are due. Start a worker that consumes from them, or call "
-            f"celery_rabbitdelay.kombu.bind_destination; --allow binds further ones: {names}"
+            "celery_rabbitdelay.kombu.bind_destination; --allow binds further ones: "
+            f"{shared.first_of(unnamed, MAX_NAMED)}"
         )
 
 
@@ -334,20 +318,13 @@ def broker_at(application: celery.Celery, url: str) -> Connection:
     shown = shown_url.without_password(url)
     if "@" in url and "://" not in url:
         raise click.UsageError(f"{shown!r} is not a URL such as amqp://host")
-    ssl = _ssl_elsewhere(application.conf.broker_use_ssl) if url.startswith("amqps:") else False
-    return shared.checked_connection(
-        partial(application.connection_for_write, url, ssl=ssl), repr(shown)
-    )
-
-
-def _ssl_elsewhere(broker_use_ssl: Any) -> object:
-    """Return the TLS settings for another broker than the one that they are meant for."""
-    if not isinstance(broker_use_ssl, Mapping):
-        return broker_use_ssl or True
-    # A copy: instead of None, kombu writes the host of the connection into the dict.
-    is_of_host = "server_hostname"
-    own = {name: None if name == is_of_host else each for name, each in broker_use_ssl.items()}
-    return own or True
+    tls, own = application.conf.broker_use_ssl, "server_hostname"
+    if isinstance(tls, Mapping):
+        # A copy: instead of None, kombu writes the host of the connection into the dict.
+        tls = {name: None if name == own else each for name, each in tls.items()}
+    ssl = (tls or True) if url.startswith("amqps:") else False
+    connect = partial(application.connection_for_write, url, ssl=ssl)
+    return shared.checked_connection(connect, repr(shown))
 
 
 @contextmanager

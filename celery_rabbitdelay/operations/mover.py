@@ -18,24 +18,20 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from itertools import chain
 from threading import Event
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import amqp
-from amqp.exceptions import AccessRefused
+from amqp.exceptions import NotFound, PreconditionFailed, ResourceLocked
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
-from celery_rabbitdelay.operations.source import (
-    MOST_IDLE_ROUNDS,
-    Source,
-    SourceLost,
-    waiting,
-)
+from celery_rabbitdelay.operations.source import MOST_IDLE_ROUNDS, Source, SourceLost
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.message import Declaration, Publication, WaitingMessage
@@ -108,27 +104,19 @@ class Destinations:
             self.unnamed.add(name)
             return
         connect(self._connection)
-        queue = self._known.get(name)
-        declaration.declare_if_missing(self._connection, self.target.topology)
-        is_bound = (
-            queue is not None
-            and not getattr(queue, "no_declare", False)
-            and self._try(declaration.declare_destination, queue)
-        )
+        given, queue = (self._connection, self.target.topology), self._known.get(name)
+        declaration.declare_if_missing(*given)
         # It may exist with other arguments than the application gives it.
-        if not is_bound and not self._try(declaration.bind_destination, name):
+        bindings = [partial(declaration.bind_destination, *given, name)]
+        if queue is not None and not getattr(queue, "no_declare", False):
+            bindings.insert(0, partial(declaration.declare_destination, *given, queue))
+        for bind in bindings:
+            with suppress(NotFound, PreconditionFailed, ResourceLocked):
+                bind()
+                break
+        else:
             self.missing.add(name)
         self._seen.add(name)
-
-    def _try(self, declare: Callable[..., None], queue: Queue | str) -> bool:
-        """Declare or bind a queue; return whether the broker has accepted it."""
-        try:
-            declare(self._connection, self.target.topology, queue)
-        except amqp.ChannelError as refused:
-            if isinstance(refused, AccessRefused):
-                raise
-            return False
-        return True
 
     def close(self) -> None:
         """Close the connection."""
@@ -140,9 +128,6 @@ class Destinations:
 #: the messages of one second. A message that comes due meanwhile is late by the time that it takes
 #: to move them.
 TAKEN_AHEAD: Final = 2000
-
-#: The fewest messages that are taken from each queue.
-TAKEN_OF_A_QUEUE: Final = 10
 
 #: How many messages may stay in their queues. They are held unacknowledged, for which the broker
 #: needs some 200 bytes each (measured on 3.10.8, 4.0.5 and 4.3.6), and requeued at the end.
@@ -225,10 +210,11 @@ class Mover:
         target: Where the messages go.
         convert: Returns what to publish for a message.
         timeout: Seconds in which a broker has to answer, and the target to confirm a message.
-        rate: The most messages that are published in a second; None for no limit.
+        rate: The most messages that are published in a second.
         limit: The most messages that are moved; None for all.
-        is_once: Whether only as many messages are looked at as are in the queues at the start, so
-            that what comes back at once is not moved twice.
+        looked_at: How many messages are looked at, so that what comes back at once is not moved
+            twice; None for all. If a connection is lost, it is not known which these were, and all
+            are looked at.
         dry_run: Whether to count what would be moved, and publish nothing.
         declare: Called with each new connection to the target; None: declares what is missing, if
             the target may be declared.
@@ -243,38 +229,28 @@ class Mover:
     convert: Convert
     _: KW_ONLY
     timeout: float = 30.0
-    rate: float | None = None
+    rate: float = math.inf
     limit: int | None = None
-    is_once: bool = False
+    looked_at: int | None = None
     dry_run: bool = False
     declare: Declaration | None = None
     redeclare: Declaration | None = None
-    result: Moved = field(default_factory=Moved, init=False)
+    result: Moved = field(default_factory=Moved)
     stopping: Event = field(default_factory=Event, init=False)
 
     def __post_init__(self) -> None:
         self._publisher = Publisher(self.target.connection.clone(heartbeat=0))
-        self._ahead = TAKEN_AHEAD
-        if self.rate is not None:
-            self._ahead = min(max(int(self.rate), 1), TAKEN_AHEAD)
+        self._ahead = int(min(max(self.rate, 1), TAKEN_AHEAD))
         self._limit = math.inf if self.limit is None else self.limit
         self._next_at = 0.0
         #: Why the connection to the source was lost while messages are in flight.
         self._lost: SourceLost | None = None
         #: How many messages were taken, at how many of them the move ends, and how many were tried
         #: to be moved, of which some are in flight.
-        self._taken, self._end, self._tried, self._in_flight = 0, math.inf, 0, 0
+        self._end = math.inf if self.looked_at is None else self.looked_at
+        self._taken = self._tried = self._in_flight = 0
         #: How often the source was lost since something was moved, and how much was moved then.
         self._losses = self._moved_before = 0
-
-    def waiting(self) -> dict[str, int]:
-        """Return how many messages are ready in each of the queues that has some.
-
-        Raises:
-            OSError: The broker cannot be reached.
-        """
-        with self.source.clone(heartbeat=0) as own:
-            return waiting(own, self.queues)
 
     def move(self, *, follow: bool = False) -> Moved:
         """Move messages until all queues are empty, or ``stopping`` is set.
@@ -303,15 +279,11 @@ class Mover:
 
     def _move_until_empty(self, follow: bool) -> bool:
         """Move messages in rounds; return whether the queues were empty twice in a row."""
-        was_empty, idle_rounds = self.is_once, 0
+        was_empty, idle_rounds = self.looked_at is not None, 0
         while not self.stopping.is_set() and not self._is_full:
             taken_before = self._taken
             try:
                 ready = self._source.ready(self.queues)
-                if self.is_once and self._end == math.inf:
-                    self._end = self._taken + sum(ready.values())
-                if self._taken >= self._end:
-                    return True
                 if ready and idle_rounds < MOST_IDLE_ROUNDS:
                     self._move_ready(ready)
             except SourceLost as lost:
@@ -348,10 +320,8 @@ class Mover:
 
     def _move_ready(self, ready: Mapping[str, int]) -> None:
         # At a low rate, the other queues have their turn in the next rounds.
-        queues = list(ready) if self._ahead == TAKEN_AHEAD else list(ready)[: self._ahead]
-        least = TAKEN_OF_A_QUEUE if self._ahead == TAKEN_AHEAD else 1
-        prefetch = max(self._ahead // len(queues), least)
-        self._source.consume(queues, prefetch)
+        queues = list(ready)[: self._ahead]
+        self._source.consume(queues, self._ahead // len(queues))
         self._publish()
         self._source.cancel()
         # Messages that arrived before the consumers were cancelled.
@@ -432,8 +402,7 @@ class Mover:
     def _keep_to_the_rate(self) -> None:
         now = time.monotonic()
         # After a pause, a little of the lost time is made up for.
-        interval = 0.0 if self.rate is None else 1 / self.rate
-        self._next_at = max(self._next_at, now - CATCH_UP) + interval
+        self._next_at = max(self._next_at, now - CATCH_UP) + 1 / self.rate
         if self._next_at > now:
             self.stopping.wait(self._next_at - now)
 
@@ -474,7 +443,6 @@ class Mover:
             # The broker has requeued all messages that were taken, and delivers them again.
             self.result.left.clear()
             self._lost = None
-            # It is not known any more which of them were there at the start.
-            self.is_once, self._end = False, math.inf
+            self._end = math.inf
             return
         raise OSError(f"the connection to the source is lost: {lost}") from lost

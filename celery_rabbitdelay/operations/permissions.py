@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import Final, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import amqp
 import click
@@ -23,8 +23,9 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels.routing_key import encode_destination
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE, Topology
-from celery_rabbitdelay.operations.findings import FoundRow
+from celery_rabbitdelay.operations.checks import FoundRow
 from celery_rabbitdelay.operations.inventory import Inventory
+from celery_rabbitdelay.publishing.destination import bindings_of
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
 #: The users of a broker.
@@ -71,42 +72,40 @@ def rights(
         may_declare: Whether ``rabbitdelay_declare`` is "auto".
         modules: The modules that a worker serves.
     """
-    everything, prefix = rf"{re.escape(topology.prefix)}\..*", re.escape(topology.prefix)
+    prefix = re.escape(topology.prefix)
+    everything = rf"{prefix}\..*"
     # Each worker has its own queue for a broadcast, and declares it.
     lasting = [queue for queue in queues if not isinstance(queue, Broadcast)]
-    broadcasts = [queue for queue in queues if isinstance(queue, Broadcast)]
     match role:
-        case "producer" if may_declare:
-            yield from _all_of(everything)
-            yield from _to_declare(lasting, binds=True)
-            if broadcasts:
-                yield Right("configure", _either(each.name for each in _exchanges(broadcasts)))
-        case "producer":
-            yield Right("write", rf"{prefix}\.[^.]+\.x[0-9]+")
-            yield Right("write", rf"{prefix}\.delivery")
-        case "worker":
-            if may_declare:
-                yield from _all_of(everything)
-            else:
-                yield Right("write", everything)
-                served = {CHECK_IN: "checkin", DISTRIBUTE: "distribution", PROBE: "probe"}
-                names = [served[module] for module in served if module in modules]
-                names.append("paused")
-                yield Right("read", "|".join(rf"{prefix}\.{name}" for name in names))
-            # Distribution publishes to the queues, by the default exchange, and to the exchanges.
-            yield Right("write", r"amq\.default")
-            if sources := _either(each.name for each in _exchanges(queues)):
-                yield Right("write", sources)
-            yield Right("read", "|".join(map(_name, queues)))
-            yield from _to_declare(queues, binds=may_declare)
-            yield from _all_of(_celerys_own(conf))
         case "check-in":
             yield Right("write", rf"{prefix}\.checkin")
+        case "producer" if not may_declare:
+            yield Right("write", rf"{prefix}\.[^.]+\.x[0-9]+")
+            yield Right("write", rf"{prefix}\.delivery")
+        case "producer":
+            yield from _rights(everything)
+            yield from _to_declare(lasting, binds=True)
+            broadcasts = [queue for queue in queues if isinstance(queue, Broadcast)]
+            yield from _rights(_exchanges(broadcasts), "configure")
+        case "worker":
+            if may_declare:
+                yield from _rights(everything)
+            else:
+                yield Right("write", everything)
+                yield Right("read", _either(_served(topology, modules)))
+            # Distribution publishes to the queues, by the default exchange, and to the exchanges.
+            yield Right("write", r"amq\.default")
+            yield from _rights(_exchanges(queues), "write")
+            yield Right("read", "|".join(map(_name, queues)))
+            yield from _to_declare(queues, binds=may_declare)
+            yield from _rights(_remote_control(conf))
+            events = re.escape(conf.event_exchange), re.escape(conf.event_queue_prefix)
+            yield from _rights(r"{}|{}\..*".format(*events))
         case "operator":
-            yield from _all_of(everything)
+            yield from _rights(everything)
             yield from _to_declare(lasting, binds=True)
             yield Right("write", r"amq\.default")  # redrive publishes there
-            yield from _all_of(_remote_control(conf))  # status asks the workers
+            yield from _rights(_remote_control(conf))  # status asks the workers
     if role == "producer" and str(conf.result_backend or "").partition(":")[0] == "rpc":
         # The queue of its results, to which workers publish over the default exchange.
         yield Right("configure", _UUID)
@@ -134,8 +133,8 @@ def topic_rights(topology: Topology, queues: Sequence[Queue]) -> Iterator[TopicR
 def patterns(given: Iterable[Right]) -> list[str]:
     """Return the three arguments of ``rabbitmqctl set_permissions``; empty for no permission."""
     wanted: dict[str, dict[str, None]] = {each: {} for each in get_args(Permission)}
-    for right in given:
-        wanted[right.permission][right.pattern] = None
+    for permission, pattern in given:
+        wanted[permission][pattern] = None
     return [f"^({'|'.join(each)})$" if each else "" for each in wanted.values()]
 
 
@@ -154,9 +153,10 @@ def _quoted(pattern: str) -> str:
     return quoted if quoted.startswith("'") else f"'{quoted}'"
 
 
-def _all_of(pattern: str) -> Iterator[Right]:
+def _rights(pattern: str, *permissions: Permission) -> Iterator[Right]:
+    """Yield permissions, or all of them, for a pattern that is not empty."""
     if pattern:
-        for permission in get_args(Permission):
+        for permission in permissions or get_args(Permission):
             yield Right(permission, pattern)
 
 
@@ -167,27 +167,25 @@ def _to_declare(queues: Sequence[Queue], *, binds: bool) -> Iterator[Right]:
     write permission on that when it is declared for the first time.
     """
     declared = [queue for queue in queues if not getattr(queue, "no_declare", False)]
-    exchanges = _exchanges(declared)
+    exchanges = [each for queue in declared for each, _ in bindings_of(queue) if each.name]
     names = [*map(_name, declared), *(re.escape(each.name) for each in exchanges)]
-    yield from _all_of("|".join(dict.fromkeys(names)))
+    yield from _rights("|".join(dict.fromkeys(names)))
     behind = [
         *((queue.queue_arguments or {}).get("x-dead-letter-exchange") for queue in declared),
         *((each.arguments or {}).get("alternate-exchange") for each in exchanges),
     ]
-    if targets := _either(name or "amq.default" for name in behind if name is not None):
-        yield Right("write", targets)
-    others = _either(queue.name for queue in queues if getattr(queue, "no_declare", False))
-    if binds and others:
-        yield Right("write", others)
+    targets = _either(name or "amq.default" for name in behind if name is not None)
+    yield from _rights(targets, "write")
+    if binds:
+        yield from _rights(_either(each.name for each in queues if each not in declared), "write")
 
 
-def _celerys_own(conf: Configuration) -> str:
-    """Return the expression for the queues and exchanges of remote control and events."""
-    control = _remote_control(conf)
-    exchange, queues = re.escape(conf.event_exchange), re.escape(conf.event_queue_prefix)
-    if exchange == queues:
-        return rf"{control}|{exchange}(\..*)?"
-    return rf"{control}|{exchange}|{queues}\..*"
+def _served(topology: Topology, modules: Sequence[str]) -> Iterator[str]:
+    """Yield the queues that a worker consumes from, besides those of its tasks."""
+    queues = topology.module_queues
+    served = {CHECK_IN: queues.checkin, DISTRIBUTE: queues.distribution, PROBE: topology.probe}
+    yield from (queue.name for module, queue in served.items() if module in modules)
+    yield queues.paused.name
 
 
 def _remote_control(conf: Configuration) -> str:
@@ -200,13 +198,9 @@ def _name(queue: Queue) -> str:
     return re.escape(bare) + (_UUID if bare != queue.name else "")
 
 
-def _exchanges(queues: Sequence[Queue]) -> list[Exchange]:
-    sources = [
-        source
-        for queue in queues
-        for source in (queue.exchange, *(binding.exchange for binding in queue.bindings))
-    ]
-    return [source for source in sources if source is not None and source.name]
+def _exchanges(queues: Iterable[Queue]) -> str:
+    """Return the expression for the exchanges that queues are bound to."""
+    return _either(each.name for queue in queues for each, _ in bindings_of(queue) if each.name)
 
 
 def _either(names: Iterable[str]) -> str:
@@ -264,11 +258,7 @@ _Question: TypeAlias = tuple[str, str, str, Callable[[amqp.Channel], object]]
 
 
 def check_permissions(
-    connection: Connection,
-    settings: Settings,
-    queues: Sequence[Queue],
-    inventory: Inventory,
-    has_registry: bool,
+    connection: Connection, settings: Settings, queues: Sequence[Queue], inventory: Inventory
 ) -> Iterator[FoundRow]:
     """Find permissions that producers and workers need and this user does not have.
 
@@ -277,12 +267,11 @@ def check_permissions(
         settings: The application's settings.
         queues: The queues of its tasks.
         inventory: What exists; nothing else is asked for.
-        has_registry: Whether workers return tasks that were paused.
     """
     exist = {"exchange": inventory.exchanges, "queue": inventory.queues}
     user = connection.userid or "guest"
     channel = cast(amqp.Channel, connection.channel())
-    for permission, kind, name, method in _questions(settings, queues, has_registry):
+    for permission, kind, name, method in _questions(settings, queues):
         try:
             if name in exist[kind]:
                 method(channel)
@@ -300,17 +289,17 @@ def check_permissions(
     channel.close()
 
 
-def _questions(
-    settings: Settings, queues: Sequence[Queue], has_registry: bool
-) -> Iterator[_Question]:
+def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Question]:
     topology, modules = settings.topology, settings.topology.module_queues
     delivery = topology.delivery.name
     if settings.declare == "auto":
         declared = [queue for queue in queues if not getattr(queue, "no_declare", False)]
-        for exchange in topology.all_exchanges:
-            yield "configure", "exchange", exchange.name, _declaring(exchange)
+        for each in topology.all_exchanges:
+            declare = methodcaller("exchange_declare", each.name, each.type, **_arguments(each))
+            yield "configure", "exchange", each.name, declare
         for queue in (*topology.queues, *declared):
-            yield "configure", "queue", queue.name, _declaring(queue)
+            declare = methodcaller("queue_declare", queue.name, **_arguments(queue))
+            yield "configure", "queue", queue.name, declare
         for queue in declared:
             unbind = methodcaller("queue_unbind", queue.name, delivery, NO_KEY)
             yield "write", "queue", queue.name, unbind
@@ -320,23 +309,15 @@ def _questions(
             source = modules.undeliverable.name if exchange.name == delivery else delivery
             unbind = methodcaller("exchange_unbind", exchange.name, source, NO_KEY)
             yield "write", "exchange", exchange.name, unbind
-    served = {CHECK_IN: modules.checkin, DISTRIBUTE: modules.distribution, PROBE: topology.probe}
-    read = [served[module].name for module in settings.modules]
-    if has_registry:
-        read.append(modules.paused.name)
-    for name in read:
+    for name in _served(topology, settings.modules):
         yield "read", "queue", name, partial(_consume_nothing, name)
 
 
-def _declaring(entity: Exchange | Queue) -> Callable[[amqp.Channel], object]:
+def _arguments(entity: Exchange | Queue) -> dict[str, Any]:
+    """Return how an entity is declared; kombu's own method would call a queue's on_declared."""
+    own = declared_arguments(entity) if isinstance(entity, Queue) else entity.arguments
     flags = {"durable": entity.durable, "auto_delete": entity.auto_delete, "nowait": True}
-    if isinstance(entity, Queue):
-        # Not kombu's own method, which calls the queue's hook on_declared.
-        arguments = declared_arguments(entity)
-        return methodcaller("queue_declare", entity.name, arguments=arguments, **flags)
-    return methodcaller(
-        "exchange_declare", entity.name, entity.type, arguments=entity.arguments, **flags
-    )
+    return {**flags, "arguments": own}
 
 
 def _consume_nothing(name: str, channel: amqp.Channel) -> None:

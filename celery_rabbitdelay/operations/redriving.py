@@ -8,36 +8,28 @@ headers say, and only headers with valid values are kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
 from kombu import Queue
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import destinations
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.exceptions import (
-    InvalidDestination,
-    InvalidEnvelope,
-    LaterVersion,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels import routing_key as routing_keys
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Delay, Due, milliseconds
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, EarlyHeader, shortened
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Topology
+from celery_rabbitdelay.modules import limits
 from celery_rabbitdelay.modules.checkin import checked_task
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
-from celery_rabbitdelay.modules.limits import (
-    AllowedDestinations,
-    check_delay,
-    check_depth,
-    where_in_words,
-)
+from celery_rabbitdelay.modules.limits import AllowedDestinations
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage, headers_of
@@ -60,49 +52,10 @@ class Intended(NamedTuple):
     routing_key: str
     queue: str | None = None
 
-    @classmethod
-    def straight_to(cls, queue: str) -> Intended:
-        """Return the destination of a message for one queue, by the default exchange."""
-        return cls("", queue, queue)
 
-
-def intended(headers: Headers, topology: Topology, routing_key: str) -> Intended:
-    """Return where an undeliverable message was meant to go.
-
-    Args:
-        headers: The message's headers, as the broker returns them.
-        topology: The topology that it was published into.
-        routing_key: ``message.delivery_info["routing_key"]``.
-
-    Raises:
-        UnprocessableMessage: Nothing says it, or what says it is invalid.
-    """
-    names = (header_names.EXCHANGE, header_names.ROUTING_KEY, header_names.QUEUE)
-    exchange, key, queue = map(headers.get, names)
-    if queue is not None:
-        if not isinstance(queue, str) or not queue:
-            raise UnprocessableMessage(
-                f"{header_names.QUEUE} is {shortened(queue)}, not a queue's name"
-            )
-        if exchange is None or key is None:
-            return Intended.straight_to(queue)
-    elif never_accepted(headers, topology, routing_key):
-        if exchange in (None, topology.module_queues.checkin.exchange.name):
-            exchange = ""
-        key = routing_key if key is None else key
-    elif exchange is None:
-        queue = _queue_in_key(headers, topology, routing_key)
-        if queue:
-            return Intended.straight_to(queue)
-    if not isinstance(exchange, str) or not isinstance(key, str) or not (exchange or key):
-        raise UnprocessableMessage(
-            f"its destination is unknown: {header_names.EXCHANGE} is {shortened(exchange)}, "
-            f"{header_names.ROUTING_KEY} is {shortened(key)}"
-        )
-    return Intended(exchange, key, queue)
-
-
-def never_accepted(headers: Headers, topology: Topology, routing_key: str) -> bool:
+def never_accepted(
+    headers: Headers, topology: Topology, routing_key: str, last_stop: str | None
+) -> bool:
     """Return whether a message of a client comes from check-in, which has not accepted it.
 
     Check-in gives each message that it accepts a due time.
@@ -113,27 +66,11 @@ def never_accepted(headers: Headers, topology: Topology, routing_key: str) -> bo
     if isinstance(newest, Mapping) and left.items() <= newest.items():
         # The broker has taken it out of check-in's queue as its client wrote it.
         return True
-    if header_names.DUE in headers:
-        return False
-    return (
+    return header_names.DUE not in headers and (
         headers.get(header_names.EXCHANGE) == checkin.exchange.name
         or header_names.X_DELAY in headers
-        or examine(headers, topology, routing_key).last_stop == checkin.name
+        or last_stop == checkin.name
     )
-
-
-def _queue_in_key(headers: Headers, topology: Topology, routing_key: str) -> str | None:
-    """Return the queue that a message's routing key names; None if it names none."""
-    stop = examine(headers, topology, routing_key).last_stop
-    if stop == topology.module_queues.meditation.name:
-        # There, the routing key is the bare destination; see Topology.route.
-        return routing_key
-    word = routing_key.split(".")[-1]
-    if topology.keys.digits(routing_key) is None or word == routing_keys.encode_destination(
-        routing_keys.DISTRIBUTION
-    ):
-        return None
-    return routing_keys.decode_destination(word)
 
 
 #: How often a message is redriven at most, unless the caller says otherwise.
@@ -189,26 +126,27 @@ class Redriving:
         """
         headers, key = headers_of(message), message.delivery_info["routing_key"]
         _refuse_unreadable(message, headers)
-        check_depth(headers)
-        is_new = never_accepted(headers, self.topology, key)
+        limits.check_depth(headers)
+        found = examine(headers, self.topology, key)
+        is_new = never_accepted(headers, self.topology, key, found.last_stop)
         keys = self.signing_keys
         received = WaitingMessage.unopened(message)
         # A client of check-in has no key: its destination is checked, as check-in does it.
         if keys is not None and not (is_new or self.vouches or keys.verifies(*received)):
             raise UnprocessableMessage(NOT_SIGNED)
-        count = self._count(headers) + 1
+        given = _as_checked_in(headers) if is_new else headers
+        said, problems = header_names.parse(given)
+        due_ms, due = self._due(said, given if is_new else {})
+        others = dict(said.others)
         if is_new:
-            headers = _as_checked_in(headers)
-        said, _ = header_names.parse(headers)
-        due_ms, due = self._due(said, headers, is_new)
-        left_out = header_names.X_DELAY if is_new else None
+            others.pop(header_names.X_DELAY, None)
         own = DelayHeaders(
             due_ms=due_ms,
             priority=said.priority,
             expiration=said.expiration,
             registry=said.registry,
-            redriven=count,
-            others={name: each for name, each in said.others.items() if name != left_out},
+            redriven=self._count(said, problems) + 1,
+            others=others,
         )
         destination: Intended | None = None
         if message.properties.get("content_type") == header_names.ENVELOPE:
@@ -218,7 +156,8 @@ class Redriving:
             received = received._replace(body=body)
             own = own._replace(exchange=exchange, routing_key=routing_key)
         else:
-            destination = self._checked(headers, key, is_new)
+            destination = self._intended(said, problems, found.queue, key if is_new else None)
+            self._check(*destination)
             own = own._replace(**destination._asdict())
             if destination.queue is None:
                 own = own._replace(early=self._early(said))
@@ -230,98 +169,101 @@ class Redriving:
             redriven = checked_task(redriven)
         if self.topology.queue_type == "quorum" and own.priority is None:
             redriven = redriven.with_low_priority()
-        needs = _needs_distribution(destination, redriven.headers)
-        self._check_modules(due, needs)
+        queue = self._queue(destination, redriven.headers)
+        self._check_capacity(due)
         if keys is not None:
             redriven = keys.sign(redriven)
-        queue = None if needs or destination is None else destination.queue
-        if queue is None or (DISTRIBUTE in self.modules and self.refuses(queue)):
-            queue = routing_keys.DISTRIBUTION
         return into_levels(self.topology, redriven, due, queue)
 
-    def _count(self, headers: Headers) -> int:
+    def _count(self, said: DelayHeaders, problems: Mapping[str, str]) -> int:
         """Return how often the message was already redriven.
 
         A client may publish a message anew without the header, which cannot be detected. A value
         that this package never writes counts as exhausted: the message stays.
         """
-        count = headers.get(header_names.REDRIVEN, 0)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise UnprocessableMessage(
-                f"its header {header_names.REDRIVEN} is {shortened(count)}, not a count"
-            )
-        if count >= self.max_attempts:
-            times = "once" if count == 1 else f"{count:,} times"
-            raise UnprocessableMessage(f"it was redriven {times} already")
-        return count
+        if header_names.REDRIVEN in problems:
+            raise UnprocessableMessage(problems[header_names.REDRIVEN])
+        if said.redriven >= self.max_attempts:
+            raise UnprocessableMessage(f"it was redriven {said.redriven:,} times already")
+        return said.redriven
 
-    def _due(self, said: DelayHeaders, headers: Headers, is_new: bool) -> tuple[int, Due]:
+    def _due(self, said: DelayHeaders, of_client: Headers) -> tuple[int, Due]:
         """Return the due time in milliseconds for the header, and the end of the new delay.
 
         If the due time has passed, the header keeps it, unless the message waits again.
         """
-        now_ms = wall_clock.ms()
-        was_due_ms = said.due_ms
-        delay_ms = self.delay_ms or 0
-        if is_new:
-            delay_ms = max(delay_ms, self._delay_of_client(headers))
-        until_ms = min(max(now_ms + delay_ms, was_due_ms or 0), MAX_DUE_MS)
-        check_delay("its due time", until_ms, until_ms - now_ms)
-        due = Due(until_ms * NS_PER_MS, until_ms - now_ms, is_instant=True)
-        return (until_ms if until_ms > now_ms or was_due_ms is None else was_due_ms), due
-
-    def _delay_of_client(self, headers: Headers) -> int:
+        now_ms, was_due_ms, delay_ms = wall_clock.ms(), said.due_ms, self.delay_ms or 0
         try:
-            return header_names.client_delay_ms(headers)
+            delay_ms = max(delay_ms, header_names.client_delay_ms(of_client))
         except UnprocessableMessage as invalid:
             if self.delay_ms is None:
                 raise UnprocessableMessage(f"{invalid.reason}: give a delay") from invalid
-            return self.delay_ms
+        until_ms = min(max(now_ms + delay_ms, was_due_ms or 0), MAX_DUE_MS)
+        limits.check_delay("its due time", until_ms, until_ms - now_ms)
+        due = Due(until_ms * NS_PER_MS, until_ms - now_ms, is_instant=True)
+        return (until_ms if until_ms > now_ms or was_due_ms is None else was_due_ms), due
 
-    def _checked(self, headers: Headers, routing_key: str, is_new: bool) -> Intended:
-        """Return the destination of a message, after checking that it is allowed."""
+    def _intended(
+        self,
+        said: DelayHeaders,
+        problems: Mapping[str, str],
+        queue_in_key: str | None,
+        key_of_client: str | None,
+    ) -> Intended:
+        """Return where a message was meant to go.
+
+        Args:
+            said: What its headers say.
+            problems: What is wrong with them.
+            queue_in_key: The queue that its routing key names.
+            key_of_client: The routing key of a message that check-in has not accepted.
+        """
         if self.to is not None:
-            destination = Intended.straight_to(self.to)
-        else:
-            destination = intended(headers, self.topology, routing_key)
-            exchange, key, _ = destination
-            if is_new and not (self.checkin_allowed or self.allowed).includes(exchange, key):
+            return Intended("", self.to, self.to)
+        for name in (header_names.QUEUE, header_names.EXCHANGE, header_names.ROUTING_KEY):
+            if name in problems:
+                raise UnprocessableMessage(problems[name])
+        exchange, key = said.exchange, said.routing_key
+        if key_of_client is not None:
+            if exchange in (None, self.topology.module_queues.checkin.exchange.name):
+                exchange = ""
+            key = key_of_client if key is None else key
+            if not (self.checkin_allowed or self.allowed).includes(exchange, key):
                 raise UnprocessableMessage(
-                    f"{where_in_words(exchange, key)} is not one that check-in may reach: "
+                    f"{limits.where_in_words(exchange, key)} is not one that check-in may reach: "
                     "see rabbitdelay_checkin_allowed"
                 )
-        self._check(destination)
-        return destination
+        elif exchange is None or key is None:
+            queue = said.queue or (queue_in_key if exchange is None else None)
+            if not queue:
+                raise UnprocessableMessage("its destination is unknown")
+            return Intended("", queue, queue)
+        if not (exchange or key):
+            raise UnprocessableMessage("its destination is unknown")
+        return Intended(exchange, key, said.queue)
 
-    def _check(self, destination: Intended) -> None:
-        exchange, routing_key, queue = destination
-        if queue is not None:
-            self._check_one("", queue)
+    def _check(self, exchange: str, routing_key: str, queue: str | None = None) -> None:
         # Even if the message is for one queue: a worker publishes a retry of the task there.
-        self._check_one(exchange, routing_key)
-
-    def _check_one(self, exchange: str, routing_key: str) -> None:
-        kind, name = ("exchange", exchange) if exchange else ("queue", routing_key)
+        if queue is not None:
+            self._check("", queue)
+        name, where = exchange or routing_key, limits.where_in_words(exchange, routing_key)
         if self.allowed.forbids(name):
-            raise UnprocessableMessage(f"the {kind} {shortened(name)} is never published to")
+            raise UnprocessableMessage(f"{where} is never published to")
         if name != self.to and not self.allowed.includes(exchange, routing_key):
-            raise UnprocessableMessage(
-                f"the {kind} {shortened(name)} is not one that the application allows"
-            )
+            raise UnprocessableMessage(f"{where} is not one that the application allows")
         if exchange:
             return
         try:
             self.ensure(name)
         except (OSError, amqp.AMQPError) as error:
-            reason = f"the queue {shortened(name)} cannot be bound to the levels: {error}"
-            raise UnprocessableMessage(reason) from error
+            raise UnprocessableMessage(f"{where} cannot be bound to the levels: {error}") from error
 
     def _early(self, said: DelayHeaders) -> EarlyHeader:
         """Return where a worker publishes a retry of a task that only its exchange can route."""
         early = said.early
         if early.exchange is None or early.routing_key is None:
             return EarlyHeader()
-        self._check(Intended(early.exchange, early.routing_key))
+        self._check(early.exchange, early.routing_key)
         return early._replace(times=0)
 
     def _envelope(self, body: bytes, said: DelayHeaders) -> tuple[bytes, str | None, str | None]:
@@ -332,32 +274,36 @@ class Redriving:
                 envelope = _redirected(envelope)
                 said = said._replace(exchange="", routing_key=self.to)
                 body = envelope.pack()
-        except InvalidEnvelope as invalid:
+        except exceptions.InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
         for destination in {
             _destination_of({**envelope.headers, **item.headers}, said) for item in envelope.items
         }:
-            self._check(destination)
+            self._check(*destination)
         return body, said.exchange, said.routing_key
 
-    def _check_modules(self, due: Due, needs: str | None) -> None:
+    def _queue(self, destination: Intended | None, own: DelayHeaders) -> str:
+        """Return the queue that gets the message from the levels."""
+        needs = None
+        if destination is None:
+            needs = "it is an envelope"
+        elif destination.queue is None:
+            needs = "only its exchange can route it"
+        elif own.priority is not None:
+            needs = f"its priority is above {header_names.MAX_PRIORITY}"
+        elif DISTRIBUTE not in self.modules or not self.refuses(destination.queue):
+            return destination.queue
         if needs is not None and DISTRIBUTE not in self.modules:
             raise UnprocessableMessage(f"no worker serves distribution, and {needs}")
+        return DISTRIBUTION
+
+    def _check_capacity(self, due: Due) -> None:
         capacity_ms = self.topology.layout.capacity_ms
         if due.delay_ms > capacity_ms and CHECK_IN not in self.modules:
             raise UnprocessableMessage(
                 f"no worker serves check-in, and it would wait for {due.delay_ms / 1000:,.3f} s; "
                 f"the levels take {capacity_ms / 1000:,.3f} s"
             )
-
-
-def _needs_distribution(destination: Intended | None, own: DelayHeaders) -> str | None:
-    """Return why a message has to go through distribution; None if it need not."""
-    if destination is None:
-        return "it is an envelope"
-    if destination.queue is None:
-        return "only its exchange can route it"
-    return None if own.priority is None else f"its priority is above {header_names.MAX_PRIORITY}"
 
 
 def _as_checked_in(headers: Headers) -> dict[str, object]:
@@ -379,7 +325,7 @@ def _refuse_unreadable(message: amqp.Message, headers: Headers) -> None:
         raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
     later = header_names.later_version(headers, message.properties.get("content_type"))
     if later is not None:
-        raise LaterVersion(later)
+        raise exceptions.LaterVersion(later)
     header_names.refuse_sender_selected(headers)
 
 
@@ -408,11 +354,6 @@ def _redirected(envelope: Envelope) -> Envelope:
     return Envelope(items, without(envelope.headers), envelope.properties)
 
 
-#: Names of queues and exchanges for replies. They get no message unless the application has a queue
-#: or an exchange of such a name.
-NEVER_UNLESS_OWN: Final = "reply.*"
-
-
 def redriving_for(
     app: DelayingCelery,
     *,
@@ -424,7 +365,9 @@ def redriving_for(
     """Return what decides how the undeliverable messages of an application are redriven.
 
     Args:
-        app: The application.
+        app: The application. The queues of ``task_queues``, ``task_routes`` and the tasks are
+            allowed, with their exchanges, and what ``rabbitdelay_checkin_allowed`` names; never
+            those of the levels, of the broker and of Celery's remote control and events.
         delay: Seconds, or a timedelta, that each message waits at least. None: not longer than
             until it is due.
         allow: Names of further queues and exchanges that messages may go to; ``*`` and ``?`` stand
@@ -442,9 +385,12 @@ def redriving_for(
     if delay_ms is not None and CHECK_IN not in settings.modules:
         settings.topology.layout.check_capacity(delay_ms)
     queues, allow = destinations.configured_queues(app), tuple(allow)
-    allowed, checkin = redrive_destinations(app, allow), destinations.checkin_destinations(app)
+    allowed = destinations.configured_destinations(app).also(allow)
     if (to := options.get("to")) is not None:
-        _check_name(to, allowed)
+        size = len(to.encode(errors="surrogatepass"))
+        if allowed.forbids(to) or not 0 < size <= MAX_SHORTSTR_BYTES:
+            why = "belongs to the levels, to the broker or to Celery, or is no name"
+            raise exceptions.InvalidDestination(to, why)
 
     @cache
     def refuses(name: str) -> bool:
@@ -453,7 +399,7 @@ def redriving_for(
     return Redriving(
         settings.topology,
         allowed,
-        checkin_allowed=replace(checkin, patterns=(*checkin.patterns, *allow)),
+        checkin_allowed=destinations.checkin_destinations(app).also(allow),
         trusts_clients=settings.checkin_trusted,
         modules=settings.modules,
         refuses=refuses,
@@ -462,34 +408,3 @@ def redriving_for(
         vouches=vouches or not settings.signing_required,
         **options,
     )
-
-
-def redrive_destinations(app: DelayingCelery, allow: Iterable[str] = ()) -> AllowedDestinations:
-    """Return where undeliverable messages may go.
-
-    These are the queues of ``task_queues``, ``task_routes`` and the tasks, with their exchanges,
-    and what ``rabbitdelay_checkin_allowed`` names. Never the queues and exchanges of the levels, of
-    the broker and of Celery's remote control and events, whoever allows them.
-
-    Args:
-        app: The application.
-        allow: Patterns for the names of further queues and exchanges.
-    """
-    named = destinations.configured_destinations(app)
-    names = named.queues | named.exchanges
-    has_own = any(name.startswith(NEVER_UNLESS_OWN.rstrip("*")) for name in names)
-    return replace(
-        named,
-        patterns=(*named.patterns, *allow),
-        never_patterns=(*named.never_patterns, *(() if has_own else (NEVER_UNLESS_OWN,))),
-    )
-
-
-def _check_name(queue: str, allowed: AllowedDestinations) -> None:
-    size = len(queue.encode(errors="surrogatepass"))
-    if not 0 < size <= MAX_SHORTSTR_BYTES:
-        raise InvalidDestination(queue, f"has no name of 1 to {MAX_SHORTSTR_BYTES} bytes")
-    if allowed.forbids(queue):
-        raise InvalidDestination(
-            queue, "belongs to the levels, to the broker or to Celery: name one of your own"
-        )

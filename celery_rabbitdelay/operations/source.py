@@ -22,15 +22,8 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import ReadTooLong
 from celery_rabbitdelay.levels.topology import CONSUMER_TAG
 from celery_rabbitdelay.operations.quirks import ORDER_OF_REQUEUED, version_of
-from celery_rabbitdelay.publishing import declaration
+from celery_rabbitdelay.publishing import declaration, wire
 from celery_rabbitdelay.publishing.kombu_internals import connect, conversation, drop_connection
-from celery_rabbitdelay.publishing.wire import (
-    ACK,
-    REQUEUE,
-    Wire,
-    read_unreadable_properties,
-    settle_frames,
-)
 
 #: Seconds without a message until :meth:`Source.take` returns.
 SILENCE: Final = 0.2
@@ -102,12 +95,9 @@ class Source:
         self._timeout = timeout
         self._arguments = {"x-priority": priority}
         connect(self.connection)  # where a channel of kombu's would try for ever
-        read_unreadable_properties(self.connection)
-        self.errors: tuple[type[BaseException], ...] = (
-            *self.connection.connection_errors,
-            *self.connection.channel_errors,
-        )
-        self._wire = Wire(self.connection)
+        wire.read_unreadable_properties(self.connection)
+        self.errors = self.connection.connection_errors + self.connection.channel_errors
+        self._wire = wire.Wire(self.connection)
         self._wire.receive_ahead()
         self.frame_max = self._wire.frame_max
         properties = self.connection.connection.server_properties
@@ -216,7 +206,7 @@ class Source:
         if not self.to_acknowledge:
             return
         with self._answers():
-            frames = settle_frames(self.channel.channel_id, ACK, self.to_acknowledge)
+            frames = wire.settle_frames(self.channel.channel_id, wire.ACK, self.to_acknowledge)
             self._wire.write(frames, self._timeout)
             # Answered behind them. What is on its way when a process is killed may be lost.
             self.channel.basic_qos(0, self._prefetch, False)
@@ -249,7 +239,7 @@ class Source:
         # Where it keeps the order, because a closed channel may count as a failed delivery.
         if self._held and self._last_tag and not ORDER_OF_REQUEUED.is_in(self._version):
             tags = [self._last_tag]
-            frames = settle_frames(self.channel.channel_id, REQUEUE, tags, multiple=True)
+            frames = wire.settle_frames(self.channel.channel_id, wire.REQUEUE, tags, multiple=True)
             self._wire.write(frames, self._timeout)
         self.channel.close()
 
@@ -299,7 +289,7 @@ def ready_in(connection: Connection, queue: str) -> int:
     """
     found = declaration.queue_counts(connection, [Queue(queue)])[queue]
     if found is None:
-        raise NotFound(f"no queue {queue!r}")
+        raise NotFound(f"the queue {queue} does not exist")
     return found.messages
 
 

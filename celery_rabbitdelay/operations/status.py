@@ -20,8 +20,8 @@ from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import PROBE, Topology
-from celery_rabbitdelay.operations.findings import blocked, lines_of
 from celery_rabbitdelay.operations.management import Json
+from celery_rabbitdelay.operations.verify import blocked, lines_of
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
 
 
@@ -125,25 +125,21 @@ def rates_between(before: Status, after: Status) -> dict[str, float]:
     that did not answer both times are left out.
     """
     seconds = max(after.taken_at - before.taken_at, 1e-9)
-    (depths, received), (later_depths, later_received) = map(_counts, (before, after))
-    # A worker that has restarted counts from 0.
-    arrived = sum(
-        max(later_received[worker] - received[worker], 0)
-        for worker in later_received.keys() & received
-    )
+    depths, later_depths = map(_depths, (before, after))
     grown = {name: later_depths[name] - depths[name] for name in later_depths.keys() & depths}
+    arrived = 0
+    for worker in before.workers.keys() & after.workers:
+        earlier, later = (each.workers[worker].get(ARRIVALS) for each in (before, after))
+        if earlier and later:
+            # A worker that has restarted counts from 0.
+            arrived += max(later["received"] - earlier["received"], 0)
     return {name: count / seconds for name, count in {**grown, ARRIVALS: arrived}.items()}
 
 
-def _counts(status: Status) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the messages in each level and module queue, and those that each worker received."""
+def _depths(status: Status) -> dict[str, int]:
+    """Return the messages in each level and module queue."""
     others = {name: counts.messages for name, counts in status.backlog.others.items()}
-    received = {
-        worker: modules[ARRIVALS]["received"]
-        for worker, modules in status.workers.items()
-        if ARRIVALS in modules
-    }
-    return {**status.backlog.levels, **others}, received
+    return {**status.backlog.levels, **others}
 
 
 @shared.command()
@@ -220,20 +216,11 @@ def _worker_lines(worker: str, modules: Json) -> Iterator[str]:
         return
     yield worker if modules.keys() - {ARRIVALS} else f"{worker}: serves no module"
     for name, counts in modules.items():
-        if name == PROBE:
-            if late := counts["late"].values():  # other workers send no probes
-                yield (
-                    f"  {name:16} {len(late):10,} levels and routes, {min(late):+,.1f} to "
-                    f"{max(late):+,.1f} s late; {sum(counts['missing'].values()):,} missing"
-                )
-        elif name == ARRIVALS:
+        if name != PROBE:
+            told = (f"{round(value, 1):,} {key}" for key, value in counts.items())
+            yield f"  {name:16} {', '.join(told)}"
+        elif late := counts["late"].values():  # other workers send no probes
             yield (
-                f"  {name:16} {counts['received']:10,} delayed ones received, at most "
-                f"{counts['latest']:,.1f} s late in the last ten minutes"
-            )
-        else:
-            yield (
-                f"  {name:16} {counts['received']:10,} received, "
-                f"{counts['published']:,} published, {counts['redelivered']:,} put back, "
-                f"{counts['undeliverable']:,} undeliverable"
+                f"  {name:16} {len(late):,} levels and routes, {min(late):+,.1f} to "
+                f"{max(late):+,.1f} s late; {sum(counts['missing'].values()):,} missing"
             )

@@ -7,10 +7,9 @@ import codecs
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -30,7 +29,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
-from celery_rabbitdelay.operations.mover import Destinations, Mover, Place, Stay, counted_as
+from celery_rabbitdelay.operations.mover import Destinations, Moved, Mover, Place, Stay, counted_as
 from celery_rabbitdelay.operations.redriving import Redriving, redriving_for
 from celery_rabbitdelay.operations.source import ANSWER_TIMEOUT, READERS_PRIORITY, Source, ready_in
 from celery_rabbitdelay.publishing.message import Content, body_of, headers_of
@@ -189,27 +188,17 @@ class UndeliverableFilter:
 
     def matches(self, message: UndeliverableMessage) -> bool:
         """Return whether a message is meant."""
-        if not self._matches_age(message.found.since):
-            return False
-        if self.reasons and not any(_is_in(message.found.reason, each) for each in self.reasons):
-            return False
-        if not (self.tasks or self.queues or self.ids):
-            return True
-        contents, properties = Contents.of(message), message.properties
-        ids = contents.ids | _texts(*map(properties.get, ("correlation_id", "message_id")))
+        found, contents = message.found, Contents.of(message)
+        others = map(message.properties.get, ("correlation_id", "message_id"))
+        age = None if found.since is None else wall_clock.now() - found.since
         return (
-            _matches_names(contents.tasks, self.tasks)
+            (not self.reasons or any(_is_in(found.reason, each) for each in self.reasons))
+            and _matches_names(contents.tasks, self.tasks)
             and _matches_names(contents.queues, self.queues)
-            and (not self.ids or not ids.isdisjoint(self.ids))
+            and (not self.ids or not (contents.ids | _texts(*others)).isdisjoint(self.ids))
+            and (self.older_than is None or (age is not None and age >= self.older_than))
+            and (self.newer_than is None or (age is not None and age <= self.newer_than))
         )
-
-    def _matches_age(self, since: datetime | None) -> bool:
-        if self.older_than is None and self.newer_than is None:
-            return True
-        if since is None:
-            return False
-        newer_than = timedelta.max if self.newer_than is None else self.newer_than
-        return (self.older_than or timedelta.min) <= wall_clock.now() - since <= newer_than
 
 
 def _texts(*values: object) -> frozenset[str]:
@@ -238,54 +227,61 @@ class ReasonCount:
     """The messages with one reason.
 
     Attributes:
+        reason: The reason, without the number of attempts and their time.
         count: How many there are.
         oldest: Since when the first of them is undeliverable; None if none of them says so.
         newest: Since when the last of them is, likewise.
     """
 
+    reason: str
     count: int = 0
     oldest: datetime | None = None
     newest: datetime | None = None
 
 
-@dataclass
 class UndeliverableSummary:
     """Counts messages by their reasons.
 
     Attributes:
         count: How many messages there are.
-        reasons: Those with each reason, without the number of attempts and their time.
     """
 
-    count: int = 0
-    reasons: dict[str, ReasonCount] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.count = 0
+        self._reasons: dict[str, ReasonCount] = {}
 
     def add(self, message: UndeliverableMessage) -> None:
         """Count a message."""
         self.count += 1
-        reason, since = _ATTEMPTS.sub("", message.found.reason), message.found.since
-        group = self.reasons.setdefault(counted_as(reason, self.reasons), ReasonCount())
+        since = message.found.since
+        reason = counted_as(_ATTEMPTS.sub("", message.found.reason), self._reasons)
+        group = self._reasons.setdefault(reason, ReasonCount(reason))
         group.count += 1
         if since is not None:
             group.oldest = min(group.oldest or since, since)
             group.newest = max(group.newest or since, since)
 
-    def by_count(self) -> list[tuple[str, ReasonCount]]:
-        """Return the reasons with their counts, the most frequent one first."""
-        return sorted(self.reasons.items(), key=lambda each: -each[1].count)
+    def by_count(self) -> list[ReasonCount]:
+        """Return the messages with each reason, the most frequent one first."""
+        return sorted(self._reasons.values(), key=lambda each: -each.count)
 
 
-def summary_of(number: int, message: UndeliverableMessage) -> dict[str, object]:
+def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
     """Return what a list of messages says about one.
 
     Args:
         number: Its place in the queue, from 1.
         message: The message.
     """
-    found = message.found
-    redriven = message.headers.get(header_names.REDRIVEN)
+    found, redriven = message.found, message.headers.get(header_names.REDRIVEN)
     return {
-        **_described(number, message),
+        "number": number,
+        "task_id": found.task_id,
+        "task": found.task,
+        "queue": found.queue,
+        "due": found.due.isoformat() if found.due else None,
+        "since": found.since.isoformat() if found.since else None,
+        "reason": found.reason,
         "last_stop": found.last_stop,
         "redriven": redriven if isinstance(redriven, int) else None,
         "envelope": Contents.of(message).messages,
@@ -294,7 +290,7 @@ def summary_of(number: int, message: UndeliverableMessage) -> dict[str, object]:
 
 
 def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
-    """Return a message in values of JSON.
+    """Return a message as a whole in values of JSON.
 
     ``headers`` and ``properties`` are for people: bytes and instants are texts there. The message
     can be made again from its body and ``amqp_properties``, which has all properties, headers among
@@ -305,26 +301,13 @@ def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
         message: The message.
     """
     return {
-        **_described(number, message),
+        **summary_of(number, message),
         "exchange": message.exchange,
         "routing_key": message.routing_key,
         "headers": as_json(message.headers),
         "properties": as_json(message.properties),
         "amqp_properties": base64.b64encode(_encoded_properties(message)).decode(),
         "body": _text_or_base64(message.body, False),
-    }
-
-
-def _described(number: int, message: UndeliverableMessage) -> dict[str, object]:
-    found = message.found
-    return {
-        "number": number,
-        "task_id": found.task_id,
-        "task": found.task,
-        "queue": found.queue,
-        "due": found.due.isoformat() if found.due else None,
-        "since": found.since.isoformat() if found.since else None,
-        "reason": found.reason,
     }
 
 
@@ -358,31 +341,21 @@ def _text_or_base64(body: bytes, is_cut_off: bool) -> dict[str, str | None]:
 
 
 @dataclass
-class RemovalReport:
-    """The result of a removal.
+class RemovalReport(Moved):
+    """The result of a removal; in a dry run, ``moved`` counts what would have left the queue.
 
     Attributes:
         present: The number of messages at the start.
         examined: How many of them were read.
-        matched: How many of the read messages were chosen.
-        removed: How many messages have left the queue: published again and confirmed, or deleted.
-            In a dry run, how many would have left it.
-        left: How many of the chosen messages stay, by the reason.
-        uncertain: How many messages may be published and still be in the queue, because a
-            connection was lost; each of them may come twice.
+        matched: How many of the read messages were chosen; ``left`` counts those of them that stay.
         stopped: The reason for ending before the last message; None at a regular end. A text that
             is set meanwhile ends the removal before the next message.
-        seconds: The duration.
     """
 
     present: int = 0
     examined: int = 0
     matched: int = 0
-    removed: int = 0
-    left: Counter[str] = field(default_factory=Counter)
-    uncertain: int = 0
     stopped: str | None = None
-    seconds: float = 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -429,7 +402,6 @@ def redrive(
         report.present = ready_in(own, queue)
 
     def convert(message: amqp.Message, _: str) -> Outgoing | None:
-        report.removed = mover.result.moved
         chosen = matches(copy_of(message, place.topology))
         if report.stopped is not None:
             mover.stopping.set()
@@ -443,17 +415,16 @@ def redrive(
         except exceptions.UnprocessableMessage as stays:
             raise Stay(stays.reason) from stays
 
-    mover = Mover(place.connection, [queue], place, convert, is_once=True, **options)
+    looked_at = report.present
+    mover = Mover(
+        place.connection, [queue], place, convert, result=report, looked_at=looked_at, **options
+    )
     try:
         mover.move()
     except exceptions.PublishError as error:
         report.stopped = f"nothing more can be published: {error}"
     except (OSError, amqp.AMQPError) as error:
         report.stopped = f"the messages cannot be read further: {error}"
-    finally:
-        result = mover.result
-        report.removed, report.left, report.uncertain = result.moved, result.left, result.copies
-        report.seconds = result.seconds
     return report
 
 
@@ -461,11 +432,9 @@ def redrive_application(
     delays: RabbitDelay,
     connection: Connection,
     matches: Matches,
+    redriving: Mapping[str, Any],
     *,
     dry_run: bool = False,
-    limit: int | None = None,
-    rate: float | None = None,
-    report: RemovalReport | None = None,
     **options: Any,
 ) -> RemovalReport:
     """Redrive the undeliverable messages of an application.
@@ -474,11 +443,9 @@ def redrive_application(
         delays: The application's delays.
         connection: The broker that tasks are sent to.
         matches: Returns whether a message is chosen.
+        redriving: Arguments of :func:`.redriving_for`.
         dry_run: Whether to say only what would be done.
-        limit: At most so many.
-        rate: At most so many a second.
-        report: As for :func:`redrive`.
-        **options: Arguments of :func:`.redriving_for`.
+        **options: ``limit``, ``rate`` and ``report`` of :func:`redrive`.
 
     Raises:
         InvalidDestination: The queue that all messages are to go to does not exist, or is not one
@@ -491,24 +458,22 @@ def redrive_application(
     may_declare = delays.settings.declare == "auto"
     target = Place(app.connection_for_write(), topology, may_declare and not dry_run)
     with closing(Destinations(target, configured_queues(app))) as destinations:
-        redriving = redriving_for(app, ensure=destinations.ensure, **options)
-        if redriving.to is not None:
+        decides = redriving_for(app, ensure=destinations.ensure, **redriving)
+        if decides.to is not None:
             try:
                 with suppress(ResourceLocked):  # an exclusive queue of another connection exists
-                    ready_in(connection, redriving.to)
+                    ready_in(connection, decides.to)
             except NotFound as missing:
                 why = "does not exist: declare it first"
-                raise exceptions.InvalidDestination(redriving.to, why) from missing
+                raise exceptions.InvalidDestination(decides.to, why) from missing
         return redrive(
             Place(connection, topology, may_declare),
-            redriving,
+            decides,
             matches,
-            report=report,
-            limit=limit,
-            rate=rate,
             dry_run=dry_run,
             timeout=delays.settings.confirm_timeout,
             # All of them, since a level that was deleted may be why they are undeliverable.
             declare=delays.declare,
             redeclare=delays.declare if may_declare else None,
+            **options,
         )

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
+from math import inf
 from typing import Any, Final
 
 import click
-from amqp.exceptions import NotFound
-from kombu import Connection
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations import undeliverable as read
 from celery_rabbitdelay.operations.mover import Place
 from celery_rabbitdelay.operations.redriving import MAX_ATTEMPTS
-
-#: The most reasons that the text names; ``--json`` names all of them.
-MOST_REASONS: Final = 20
 
 _limit_option: Final = click.option(
     "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most this many messages."
@@ -47,20 +41,6 @@ _filter_options: Final = shared.options(
 )
 
 
-@contextmanager
-def _broker() -> Iterator[tuple[Connection, Topology]]:
-    """Connect to the broker; a failure, or a missing queue, ends the command with one line."""
-    topology = shared.delays().topology
-    with shared.broker() as connection:
-        try:
-            yield connection, topology
-        except NotFound as error:
-            name = topology.module_queues.undeliverable.name
-            shared.fail(error, f"the queue {name} does not exist: declare the levels")
-        except exceptions.RabbitDelayError as error:
-            shared.fail(error, str(error))
-
-
 def _tell_removal(report: read.RemovalReport, done: str, dry_run: bool) -> None:
     """Print a report; end the command with status 1 if it is not complete.
 
@@ -71,26 +51,18 @@ def _tell_removal(report: read.RemovalReport, done: str, dry_run: bool) -> None:
     """
     would = "would be " if dry_run else ""
     line = (
-        f"{report.removed:,} of {report.matched:,} messages {would}{done} in "
+        f"{report.moved:,} of {report.matched:,} messages {would}{done} in "
         f"{report.seconds:.1f} s ({report.examined:,} read)"
     )
     shared.answer({**vars(report), "dry_run": dry_run}, [line])
-    for line in _trouble(report):
-        click.echo(line, err=True)
-    raise SystemExit(0 if report.is_complete else shared.FAILED)
-
-
-def _trouble(report: read.RemovalReport) -> Iterator[str]:
-    by_count = sorted(report.left.items(), key=lambda each: -each[1])
-    for reason, count in by_count[:MOST_REASONS]:
-        yield f"{count:,} stay: {_printable(reason)}"
-    if len(by_count) > MOST_REASONS:
-        rest = sum(count for _, count in by_count[MOST_REASONS:])
-        yield f"{rest:,} stay for other reasons"
-    if report.uncertain:
-        yield f"{report.uncertain:,} may come twice: a connection was lost"
+    trouble = [f"{count:,} stay: {reason}" for reason, count in report.left.most_common()]
+    if report.copies:
+        trouble.append(f"{report.copies:,} may come twice: a connection was lost")
     if report.stopped is not None:
-        yield f"stopped early: {_printable(report.stopped)}"
+        trouble.append(f"stopped early: {report.stopped}")
+    for line in trouble:
+        click.echo(_printable(line), err=True)
+    raise SystemExit(0 if report.is_complete else shared.FAILED)
 
 
 def _printable(text: str) -> str:
@@ -117,8 +89,8 @@ def list_messages(most: int | None, **filters: Any) -> None:
     """Count the messages by the reason why they could not be delivered."""
     wanted, summary = read.UndeliverableFilter(**filters), read.UndeliverableSummary()
     examined, shown = 0, list[dict[str, object]]()
-    with _broker() as (connection, topology):
-        messages = read.undeliverable_messages(connection, topology)
+    with shared.broker() as connection:
+        messages = read.undeliverable_messages(connection, shared.delays().topology)
         for examined, message in enumerate(messages, start=1):
             if wanted.matches(message):
                 summary.add(message)
@@ -126,15 +98,15 @@ def list_messages(most: int | None, **filters: Any) -> None:
                     shown.append(read.summary_of(examined, message))
     more = "" if summary.count == examined else f" of {examined:,}"
     last = f"{summary.count:,}{more} undeliverable messages"
-    reasons = [{"reason": reason, **vars(group)} for reason, group in summary.by_count()]
+    reasons = [*map(vars, summary.by_count())]
     told = {"examined": examined, "count": summary.count, "reasons": reasons, "messages": shown}
     shared.answer(told, [*(_lines(shown) if most else _reasons(summary)), last])
 
 
 def _reasons(summary: read.UndeliverableSummary) -> Iterator[str]:
-    for reason, group in summary.by_count():
-        since = f" (since {shared.local(group.oldest)})" if group.oldest else ""
-        yield f"{group.count:>9,}  {_printable(reason)}{since}"
+    for each in summary.by_count():
+        since = f" (since {shared.local(each.oldest)})" if each.oldest else ""
+        yield f"{each.count:>9,}  {_printable(each.reason)}{since}"
 
 
 def _lines(shown: list[dict[str, object]]) -> Iterator[str]:
@@ -152,8 +124,9 @@ def _lines(shown: list[dict[str, object]]) -> Iterator[str]:
 def export(**filters: Any) -> None:
     """Print the messages, a line of JSON for each; they stay in the queue."""
     wanted, count = read.UndeliverableFilter(**filters), 0
-    with _broker() as (connection, topology):
-        for number, each in enumerate(read.undeliverable_messages(connection, topology), start=1):
+    with shared.broker() as connection:
+        messages = read.undeliverable_messages(connection, shared.delays().topology)
+        for number, each in enumerate(messages, start=1):
             if wanted.matches(each):
                 line = json.dumps(read.as_record(number, each))
                 try:
@@ -174,11 +147,11 @@ def purge(limit: int | None, dry_run: bool, yes: bool, **filters: Any) -> None:
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
     matches = read.UndeliverableFilter(**filters).matches
-    with _broker() as (connection, topology):
-        remove = partial(read.redrive, Place(connection, topology), None, matches)
+    with shared.broker() as connection:
+        remove = partial(read.redrive, Place(connection, shared.delays().topology), None, matches)
         if not (yes or dry_run):
             found = remove(limit=limit, dry_run=True)
-            limit = found.removed
+            limit = found.moved
             if not limit:
                 _tell_removal(found, "deleted", False)
             click.confirm(f"Delete {limit:,} undeliverable messages?", abort=True)
@@ -211,17 +184,20 @@ def purge(limit: int | None, dry_run: bool, yes: bool, **filters: Any) -> None:
 )
 @_limit_option
 @click.option(
-    "--rate", type=shared.POSITIVE, metavar="NUMBER", help="At most this many messages a second."
+    "--rate",
+    type=shared.POSITIVE,
+    default=inf,
+    metavar="NUMBER",
+    help="At most this many messages a second.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
-def redrive(limit: int | None, rate: float | None, dry_run: bool, **options: Any) -> None:
+def redrive(limit: int | None, rate: float, dry_run: bool, **options: Any) -> None:
     """Publish messages into the levels again, and take them out of the queue."""
     delays = shared.delays()
     filters = {each.name: options.pop(each.name) for each in fields(read.UndeliverableFilter)}
     matches = read.UndeliverableFilter(**filters).matches
-    # The other options are arguments of the same names.
-    given: dict[str, Any] = {"dry_run": dry_run, "limit": limit, "rate": rate, **options}
+    moving: dict[str, Any] = {"dry_run": dry_run, "limit": limit, "rate": rate}
     wrong = exceptions.InvalidDelay, exceptions.DelayTooLong, exceptions.InvalidDestination
-    with _broker() as (connection, _), shared.usage_errors(*wrong):
-        report = read.redrive_application(delays, connection, matches, **given)
+    with shared.broker() as connection, shared.usage_errors(*wrong):
+        report = read.redrive_application(delays, connection, matches, options, **moving)
     _tell_removal(report, "redriven", dry_run)

@@ -1,18 +1,20 @@
 """``celery rabbitdelay verify``: what on a broker breaks the levels' promises.
 
-:mod:`~celery_rabbitdelay.operations.findings` lists all faults,
+The file ``findings.toml`` is the table of all faults, with their texts.
 :mod:`~celery_rabbitdelay.operations.inventory` reads the broker, and
-:mod:`~celery_rabbitdelay.operations.checks` has a function for each kind of fault. ``verify``
-publishes nothing into the levels, takes no message out of a queue and changes nothing.
+:mod:`~celery_rabbitdelay.operations.checks` finds the faults. ``verify`` publishes nothing into the
+levels, takes no message out of a queue and changes nothing.
 """
 
 from __future__ import annotations
 
 import shlex
+import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Final, get_args
+from importlib.resources import files
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 import click
 from amqp.exceptions import ChannelError
@@ -24,13 +26,6 @@ from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.operations import checks
-from celery_rabbitdelay.operations.findings import (
-    FoundRow,
-    Severity,
-    Verification,
-    findings_of,
-    lines_of,
-)
 from celery_rabbitdelay.operations.inventory import read_inventory
 from celery_rabbitdelay.operations.management import (
     Json,
@@ -39,9 +34,72 @@ from celery_rabbitdelay.operations.management import (
     management_option,
 )
 from celery_rabbitdelay.operations.permissions import check_permissions
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.wire import Wire
+
+_TABLES: Final = tomllib.loads(
+    files(__package__).joinpath("findings.toml").read_text(encoding="utf-8")
+)
+
+#: The severity, what was found, the consequence and the way out of each fault, by its code.
+FAULTS: Final = _TABLES["faults"]
+
+#: ``danger``: tasks are lost, early, late by minutes, run twice, or cannot be sent. ``warning``:
+#: they are as soon as something else happens, or something is slower than it could be. ``note``:
+#: good to know; nothing happens before somebody changes something.
+Severity: TypeAlias = Literal["danger", "warning", "note"]
+
+
+class Finding(NamedTuple):
+    """A fault with its code and with all that it concerns."""
+
+    severity: Severity
+    code: str
+    subjects: tuple[str, ...]
+    what: str
+    consequence: str
+    remedy: str
+
+
+class Verification(NamedTuple):
+    """The result of ``verify``: the broker's version, and what was found, the worst first."""
+
+    version: str
+    findings: tuple[Finding, ...]
+
+
+def findings_of(rows: Iterable[checks.FoundRow], **common: object) -> tuple[Finding, ...]:
+    """Return one finding for all rows that differ in their subjects alone, the worst first.
+
+    Args:
+        rows: The rows.
+        **common: Values for all of them: ``prefix``, ``vhost`` and ``user``, quoted for a shell.
+    """
+    found: dict[Finding, dict[str, None]] = {}
+    for code, subject, values in rows:
+        fault, consequence = FAULTS[code], _TABLES["policies"].get(values.get("key"))
+        given = {"consequence": consequence, **common, **values}
+        severity, *texts = (text.format_map(given) for text in fault.values())
+        found.setdefault(Finding(severity, code, (), *texts), {})[subject] = None
+    together = [finding._replace(subjects=tuple(subjects)) for finding, subjects in found.items()]
+    return tuple(sorted(together, key=lambda each: get_args(Severity).index(each.severity)))
+
+
+def lines_of(finding: Finding) -> Iterator[str]:
+    """Yield the lines that show a finding."""
+    yield f"{finding.severity}  {finding.code}: {shared.first_of(finding.subjects, 3)}"
+    yield f"  {finding.what}"
+    yield f"  consequence: {finding.consequence}"
+    yield f"  way out: {finding.remedy}"
+
+
+def blocked() -> Finding:
+    """Return the finding of a broker that blocks publishers, where nobody runs ``verify``."""
+    (finding,) = findings_of([("publishers-blocked", "RabbitMQ", {})])
+    return finding
+
 
 #: Seconds that an answer of the broker may take.
 ANSWER_TIMEOUT: Final = 30.0
@@ -66,7 +124,7 @@ def verify_application(
         OSError: The broker cannot be reached, or does not answer.
     """
     api = management_api(connection, management)
-    rows: list[FoundRow] = [row for each in additions_of(delays) for row in each.problems()]
+    rows: list[checks.FoundRow] = [row for each in additions_of(delays) for row in each.problems()]
     is_blocked = delays.is_blocked()
     if not is_blocked:  # the workers are asked by messages
         workers: Mapping[str, Json] = {}
@@ -75,8 +133,7 @@ def verify_application(
             workers = status_of_workers(delays.app, connection, WORKERS_TIMEOUT)
         rows += checks.check_probes(delays.settings, workers)
     queues = delays.app.amqp.queues.values()
-    has_registry = delays.uses("registry_url")
-    return verify_broker(connection, delays.settings, queues, api, is_blocked, rows, has_registry)
+    return verify_broker(connection, delays.settings, queues, api, is_blocked, rows)
 
 
 def verify_broker(
@@ -85,8 +142,7 @@ def verify_broker(
     queues: Iterable[Queue],
     management: ManagementAPI,
     is_blocked: bool = False,
-    others: Iterable[FoundRow] = (),
-    has_registry: bool = False,
+    others: Iterable[checks.FoundRow] = (),
 ) -> Verification:
     """Look at a broker, and change nothing.
 
@@ -97,7 +153,6 @@ def verify_broker(
         management: The management API of that broker.
         is_blocked: Whether the broker blocks publishers.
         others: What was found elsewhere, which is told with the rest.
-        has_registry: Whether workers need the permission to return paused tasks.
 
     Raises:
         ManagementUnavailable: The management API does not answer, or the user may not read all.
@@ -110,30 +165,38 @@ def verify_broker(
     lasting = [queue for queue in queues if not (queue.exclusive or queue.auto_delete)]
     names = checks.destinations_of(topology, lasting, inventory)
     known = {queue.name: queue for queue in lasting}
+    orphans = [*checks.orphans_of(topology, inventory)]
 
     def refuses(name: str) -> bool:
         return may_refuse(known.get(name, Queue(name)), settings.may_refuse, connection)
 
     with Wire(connection).answers_within(ANSWER_TIMEOUT):
         rows = [
-            *checks.check_broker(settings, inventory),
-            *checks.check_alarms(inventory, is_blocked),
-            *checks.check_limit(topology, lasting, inventory, virtual_host),
+            *checks.check_broker(settings, inventory, is_blocked),
+            *checks.check_limit(topology, lasting, inventory),
             *checks.check_entities(settings, inventory),
-            *checks.check_bindings(topology, inventory),
-            *checks.check_consumers(topology, inventory),
-            *checks.check_policies(topology, inventory, names, virtual_host),
+            *checks.check_strangers(topology, inventory),
+            *checks.check_policies(topology, inventory, names, refuses),
             *checks.check_destinations(settings, lasting, inventory),
-            *checks.check_bounds(inventory, names, refuses),
             *checks.check_replicas(inventory, [*(each.name for each in topology.queues), *names]),
-            *checks.check_orphans(topology, inventory),
-            *check_permissions(connection, settings, lasting, inventory, has_registry),
+            *checks.check_orphans(topology, inventory, _waiting(connection, orphans)),
+            *check_permissions(connection, settings, lasting, inventory),
             *others,
         ]
     user = connection.userid or "guest"
     common = {"prefix": settings.prefix, "vhost": virtual_host, "user": user}
     quoted = {name: shlex.quote(value) for name, value in common.items()}
     return Verification(inventory.version, findings_of(rows, **quoted))
+
+
+def _waiting(connection: Connection, names: Sequence[str]) -> dict[str, object]:
+    """Return how many messages wait in each of some queues; a text if that is unknown."""
+    unknown = "an unknown number of"
+    try:
+        found = queue_counts(connection, map(Queue, names))
+    except ChannelError:
+        return dict.fromkeys(names, unknown)
+    return {name: unknown if each is None else each.messages for name, each in found.items()}
 
 
 @shared.command()
@@ -151,9 +214,9 @@ def verify(management: str | None, strict: bool) -> None:
         report = verify_application(delays, connection, management)
     number = Counter(finding.severity for finding in report.findings)
     counts = {severity: number[severity] for severity in get_args(Severity)}
-    findings = [finding._asdict() for finding in report.findings]
-    told = {"version": report.version, "prefix": prefix, **counts, "findings": findings}
-    shared.answer(told, _report_lines(report, prefix, counts))
+    told = [finding._asdict() for finding in report.findings]
+    found = {"version": report.version, "prefix": prefix, **counts, "findings": told}
+    shared.answer(found, _report_lines(report, prefix, counts))
     if counts["danger"] or (strict and counts["warning"]):
         raise SystemExit(shared.FAILED)
 

@@ -6,6 +6,7 @@ RabbitMQ takes responsibility for a message with ``basic.ack``
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -196,8 +197,7 @@ class ConfirmChannel:
     def read_all(self) -> None:
         """Read the frames that have arrived already."""
         with suppress(TimeoutError):
-            while True:
-                self.read(NO_WAIT)
+            self.read(NO_WAIT, sys.maxsize)
 
     def read(self, timeout: float, max_frames: int = 1) -> None:
         """Read one frame of any channel, then further buffered ones.

@@ -28,24 +28,13 @@ from kombu.transport.pyamqp import Channel
 from celery_rabbitdelay.exceptions import TopologyIncomplete, TopologyInUse, TopologyNotEmpty
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Binding, Topology
 from celery_rabbitdelay.publishing import kombu_internals
+from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.publishing.refusals import conflict_explained
 
 #: Every 20th method waits for a reply; the others use ``nowait``. Fewer replies would do, but the
 #: broker takes some 15 ms to declare a quorum queue, and each reply has to arrive within the
 #: caller's timeout.
 METHODS_PER_ANSWER: Final = 20
-
-
-class Counts(NamedTuple):
-    """The counts that RabbitMQ reports for a queue.
-
-    Attributes:
-        messages: How many messages are ready.
-        consumers: How many consumers it has.
-    """
-
-    messages: int
-    consumers: int
 
 
 def declare(connection: Connection, topology: Topology) -> None:
@@ -276,11 +265,7 @@ def queue_counts(connection: Connection, queues: Iterable[Queue]) -> dict[str, C
     """Return the counts of queues by their names; None for a queue that does not exist."""
     names = [queue.name for queue in queues]
     with opened_channel(connection) as channel:
-        found = kombu_internals.find_queues(channel, names)
-    return {
-        name: None if counts is None else Counts(*counts)
-        for name, counts in zip(names, found, strict=True)
-    }
+        return dict(zip(names, kombu_internals.find_queues(channel, names), strict=True))
 
 
 class Backlog(NamedTuple):

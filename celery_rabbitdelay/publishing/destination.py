@@ -61,7 +61,7 @@ def resolve(
     for queue in candidates:
         through = [
             source.type
-            for source, pattern in _bindings(queue)
+            for source, pattern in bindings_of(queue)
             if source.name == exchange and _matches(source, pattern, routing_key)
         ]
         if through:
@@ -103,7 +103,8 @@ def may_refuse(
     return any(fnmatchcase(queue.name, pattern) for pattern in patterns)
 
 
-def _bindings(queue: Queue) -> Iterator[tuple[Exchange, str]]:
+def bindings_of(queue: Queue) -> Iterator[tuple[Exchange, str]]:
+    """Yield the exchanges that a queue is bound to, each with the routing key."""
     if queue.exchange:
         yield queue.exchange, queue.routing_key
     for binding in queue.bindings:

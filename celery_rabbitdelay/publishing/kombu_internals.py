@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from socket import SHUT_RDWR
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from amqp import spec
 from amqp.exceptions import ChannelError, NotFound
@@ -42,8 +42,20 @@ _GIVEN_TO_BROTLI: Final = 8
 PASSIVE_BATCH: Final = 200
 
 
-def find_queues(channel: Channel, names: Sequence[str]) -> list[tuple[int, int] | None]:
-    """Return messages and consumers of queues, in their order; None for one that does not exist.
+class Counts(NamedTuple):
+    """The counts that RabbitMQ reports for a queue.
+
+    Attributes:
+        messages: How many messages are ready.
+        consumers: How many consumers it has.
+    """
+
+    messages: int
+    consumers: int
+
+
+def find_queues(channel: Channel, names: Sequence[str]) -> list[Counts | None]:
+    """Return the counts of queues, in their order; None for one that does not exist.
 
     Args:
         channel: A channel that nobody else uses.
@@ -53,7 +65,7 @@ def find_queues(channel: Channel, names: Sequence[str]) -> list[tuple[int, int] 
         amqp.exceptions.ChannelError: The broker refuses to say it; the message names the queue.
     """
     found = _ask_in_batches(channel, names, spec.Queue, "BsbbbbbF")
-    return [answer and (answer[1], answer[2]) for answer in found]
+    return [None if answer is None else Counts(*answer[1:]) for answer in found]
 
 
 def find_exchanges(channel: Channel, names: Sequence[str]) -> list[bool]:

@@ -125,12 +125,10 @@ class PublishLoop:
             deadline, that is when the policy's timeout is over.
         policy: How long, and how often, each message is tried.
         done: Called with each message that is confirmed or has an error.
-        redeclare: Declares again what messages need, if no queue takes one of them or an exchange
-            does not exist; the message is then sent once more. None if nothing can be declared.
-        prepare: Called with each message before each attempt, to declare what is missing; an error
-            of this package is that message's own, and after a :class:`MayPass` it is sent again.
+        may_redeclare: Whether :meth:`_declare_again` declares something.
 
     Attributes:
+        policy: The policy.
         window: How many messages may be in flight.
         last_settled: When the broker last settled a message, on the clock of
             :func:`time.monotonic`; 0 before the first.
@@ -141,16 +139,14 @@ class PublishLoop:
         source: NextPublication,
         policy: PublishPolicy,
         done: Callable[[Publication], None],
-        redeclare: Callable[[], None] | None = None,
-        prepare: Callable[[Publication], None] | None = None,
+        may_redeclare: bool = False,
     ) -> None:
+        self.policy = policy
         self.window = policy.window
         self.last_settled = 0.0
         self._source = source
-        self._policy = policy
         self._done = done
-        self._redeclare = redeclare
-        self._prepare = prepare
+        self._may_redeclare = may_redeclare
         self._must_redeclare = False
         self._channel: ConfirmChannel | None = None
         #: Messages to send before any new one of the source, and when, the earliest first: most of
@@ -160,7 +156,7 @@ class PublishLoop:
         #: channel.
         self._suspects_left = 0
         #: Whether the source had no message when it was last asked.
-        self.source_is_empty = False
+        self._source_is_empty = False
         #: Seconds that the source took for its last message; unknown before the first.
         self._source_took = SLOW_SOURCE
         #: Time of the last progress; basis of the timeout.
@@ -199,7 +195,7 @@ class PublishLoop:
 
     def add(self, publication: Publication) -> None:
         """Queue a message behind those that wait to be sent now, beside those of the source."""
-        publication.deadline = time.monotonic() + self._policy.timeout
+        publication.deadline = time.monotonic() + self.policy.timeout
         self._queue(publication, time.monotonic())
 
     def _queue(self, publication: Publication, at: float) -> None:
@@ -241,10 +237,10 @@ class PublishLoop:
         Returns:
             Whether it has stopped because of the time: there may be more to send.
         """
-        if self._must_redeclare and self._redeclare is not None:
+        if self._must_redeclare:
             self._must_redeclare = False
             try:
-                self._redeclare()
+                self._declare_again()
             except BaseException:
                 self._must_redeclare = True
                 raise
@@ -259,7 +255,7 @@ class PublishLoop:
                 break
             if not in_flight:
                 self._progress = time.monotonic()
-            if self._prepare is not None and not self._is_prepared(publication):
+            if not self._is_prepared(publication):
                 continue
             try:
                 channel.send(publication, timeout)
@@ -276,8 +272,19 @@ class PublishLoop:
                 return True
         return False
 
+    def _declare_again(self) -> None:
+        """Declare again what messages need: no queue takes one, or an exchange does not exist.
+
+        The message is then sent once more.
+        """
+
+    def _prepare(self, publication: Publication) -> None:
+        """Declare what is missing before an attempt; what it raises is the message's own error.
+
+        After a :class:`MayPass`, the message is sent again.
+        """
+
     def _is_prepared(self, publication: Publication) -> bool:
-        assert self._prepare is not None
         try:
             self._prepare(publication)
         except MayPass as refused:
@@ -304,7 +311,7 @@ class PublishLoop:
 
     def _time_to_write(self) -> float:
         """Seconds until the deadline of the oldest message."""
-        left, oldest = self._policy.timeout, self._oldest
+        left, oldest = self.policy.timeout, self._oldest
         if oldest is not None:
             left = min(left, oldest.deadline - time.monotonic())
         return max(left, MIN_WRITE_TIME)
@@ -334,9 +341,9 @@ class PublishLoop:
         self._source_took = now - began
         if self._source_took >= READ_EVERY:
             self.excuse(self._source_took)
-        self.source_is_empty = publication is None
+        self._source_is_empty = publication is None
         if publication is not None and publication.deadline == math.inf:
-            publication.deadline = now + self._policy.timeout
+            publication.deadline = now + self.policy.timeout
         return publication
 
     def excuse(self, seconds: float) -> None:
@@ -357,7 +364,7 @@ class PublishLoop:
         elif self._queued and resend_at <= now:
             room = self.window
         else:
-            room = 0 if self.source_is_empty else max(self.window - len(self._queued), 0)
+            room = 0 if self._source_is_empty else max(self.window - len(self._queued), 0)
         # Wait until a quarter of the window is free, so that messages are written in batches.
         enough = room * 3 // 4
         was_blocked, was_in_flight = channel.blocked is not None, bool(channel.unconfirmed)
@@ -387,7 +394,7 @@ class PublishLoop:
         oldest = self._oldest
         if oldest is not None and oldest.deadline <= now:
             self._give_up(oldest)
-        elif now - self._progress > self._policy.timeout:
+        elif now - self._progress > self.policy.timeout:
             self._raise_confirm_timeout(oldest)
 
     def _give_up(self, oldest: Publication) -> None:
@@ -400,7 +407,7 @@ class PublishLoop:
         if channel.blocked is not None:
             raise exceptions.ConnectionBlocked(*oldest.address(), BLOCKED)
         now = time.monotonic()
-        taken_at = oldest.deadline - self._policy.timeout
+        taken_at = oldest.deadline - self.policy.timeout
         over = [each for each in channel.unconfirmed.all() if each.deadline <= now]
         if self.last_settled <= taken_at or not channel.unconfirmed:
             # The broker has answered nothing, perhaps because all messages were for a queue that
@@ -435,13 +442,13 @@ class PublishLoop:
         may_pass = may_pass or isinstance(error, exceptions.MessageNacked)
         if may_pass and not publication.single_attempt:
             attempt = publication.resent + 1
-            at = self._progress + self._policy.pause(attempt)
-            if not self._policy.is_over(attempt) and at < publication.deadline:
+            at = self._progress + self.policy.pause(attempt)
+            if not self.policy.is_over(attempt) and at < publication.deadline:
                 self._send_again(publication, at)
                 return
         elif (
             isinstance(error, exceptions.MessageReturned)
-            and self._redeclare
+            and self._may_redeclare
             and not publication.redeclared
         ):
             publication.redeclared = self._must_redeclare = True
@@ -506,7 +513,7 @@ class PublishLoop:
         if not for_a_message or not in_flight:
             raise closed
         suspects = [publication for _, publication in islice(self._queued, in_flight)]
-        if isinstance(closed, NotFound) and self._redeclare and not suspects[0].redeclared:
+        if isinstance(closed, NotFound) and self._may_redeclare and not suspects[0].redeclared:
             self._must_redeclare = True
             for publication in suspects:
                 publication.redeclared = True

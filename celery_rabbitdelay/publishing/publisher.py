@@ -181,7 +181,7 @@ class Publisher:
             self.discard()
 
 
-class Run:
+class Run(publish_loop.PublishLoop):
     """The publish loop on one connection after another.
 
     Args:
@@ -191,10 +191,6 @@ class Run:
             ``done``.
         declares_each: Whether each message has a destination of its own, which its ``declare``
             declares; an error with one destination then says nothing about the others.
-
-    Attributes:
-        policy: The policy.
-        loop: The publish loop.
     """
 
     def __init__(
@@ -208,20 +204,13 @@ class Run:
         done: Callable[[Publication], None] | None = None,
         declares_each: bool = False,
     ) -> None:
-        self.policy = policy
+        super().__init__(source, policy, done or (lambda _: None), redeclare is not None)
         self._publisher = publisher
         self._connection = publisher.connection
         self._errors = (*self._connection.connection_errors, *self._connection.channel_errors)
         self._declare = declare
         self._redeclare = redeclare
         self._declares_each = declares_each
-        self.loop = publish_loop.PublishLoop(
-            source,
-            policy,
-            done or (lambda _: None),
-            None if redeclare is None else self._declare_again,
-            self._declare_for if declares_each else None,
-        )
         self._losses = 0
         self._lost_at = 0.0
         #: Failed attempts to connect, one after the other, and when to give up.
@@ -237,11 +226,11 @@ class Run:
         """
         # Late confirms of messages in flight must not be taken for confirms of the next caller's.
         with publish_loop.unwrap_callers_errors(), kombu_internals.conversation(self._connection):
-            while self.loop.has_more() and (self.loop.has_unwritten or not until_written):
+            while self.has_more() and (self.has_unwritten or not until_written):
                 try:
-                    if not self.loop.has_channel:
+                    if not self.has_channel:
                         # kombu may have connected anew meanwhile.
-                        self.loop.take_back()
+                        self.take_back()
                         self._open()
                     self._publish(until_written)
                 except publish_loop.MayPass as refused:
@@ -250,9 +239,9 @@ class Run:
                     self._fail_all_and_raise(error)
                 except NotAllowed as refused:
                     # Do not retry: the virtual host is missing or not accessible.
-                    self.loop.take_back()
+                    self.take_back()
                     self._publisher.discard()
-                    if self.loop.has_more():
+                    if self.has_more():
                         self._fail_all_and_raise(self._lost(refused))
                 except self._errors as lost:
                     self._try_again(lost)
@@ -262,23 +251,24 @@ class Run:
         if self.policy.reconnects is not None and not self._unreached:
             limit = self._connection.connect_timeout or kombu_internals.CONNECT_TIMEOUT
             self._reach_by = time.monotonic() + limit
-        deadline = min(self.loop.next_waiting.deadline, self._reach_by)
+        deadline = min(self.next_waiting.deadline, self._reach_by)
         try:
-            channel = self._publisher.channel(deadline, self.loop.settled)
+            channel = self._publisher.channel(deadline, self.settled)
         except AccessRefused as refused:
             raise self._lost(refused) from refused
         except self._connection.connection_errors:
             self._unreached += 1
             raise
         self._unreached, self._reach_by = 0, math.inf
-        self.loop.use(channel)
-        self._ensure_declared(self._declare, self.loop.next_waiting)
+        self.use(channel)
+        self._ensure_declared(self._declare, self.next_waiting)
 
     def _declare_again(self) -> None:
-        self._ensure_declared(self._redeclare, self.loop.next_waiting, again=True)
+        self._ensure_declared(self._redeclare, self.next_waiting, again=True)
 
-    def _declare_for(self, publication: Publication) -> None:
-        self._ensure_declared(publication.declare, publication)
+    def _prepare(self, publication: Publication) -> None:
+        if self._declares_each:
+            self._ensure_declared(publication.declare, publication)
 
     def _ensure_declared(
         self, declare: Declaration | None, publication: Publication, again: bool = False
@@ -287,7 +277,7 @@ class Run:
         declared = self._publisher.declared
         if declare is None or (declare in declared and not again):
             return
-        channel = self.loop.channel
+        channel = self.channel
         if channel.blocked is not None and not channel.drain(
             lambda: channel.blocked is None, publication.deadline
         ):
@@ -311,16 +301,16 @@ class Run:
     def _publish(self, until_written: bool) -> None:
         """Publish on one channel until nothing is left, or all is written."""
         try:
-            while self.loop.has_more():
-                self.loop.send()
-                if until_written and not self.loop.has_unwritten:
-                    self.loop.flush()
+            while self.has_more():
+                self.send()
+                if until_written and not self.has_unwritten:
+                    self.flush()
                     return
-                self.loop.wait()
+                self.wait()
         except ChannelError as closed:
             # py-amqp opens a channel that the broker closed again, but not in confirm mode.
             self._publisher.close_channel()
-            culprit = self.loop.channel_closed(closed)
+            culprit = self.channel_closed(closed)
             if self._declares_each:
                 return
             if culprit is not None and isinstance(closed, AccessRefused | NotFound):
@@ -334,16 +324,16 @@ class Run:
         Args:
             error: That of this attempt.
         """
-        self.loop.take_back()
+        self.take_back()
         self._publisher.discard()
         self._connection.maybe_switch_next()
-        if not self.loop.has_more():
+        if not self.has_more():
             return
-        if self.loop.last_settled > self._lost_at:
+        if self.last_settled > self._lost_at:
             self._losses = 0
         self._losses += 1
         pause = self.policy.pause(self._unreached or self._losses)
-        late = time.monotonic() + pause >= min(self.loop.next_waiting.deadline, self._reach_by)
+        late = time.monotonic() + pause >= min(self.next_waiting.deadline, self._reach_by)
         reconnects = self.policy.reconnects
         is_unreachable = reconnects is not None and self._unreached > reconnects
         if self.policy.is_over(self._losses) or is_unreachable or late:
@@ -356,15 +346,15 @@ class Run:
     def _lost(self, cause: BaseException) -> exceptions.ConnectionLost:
         broker, attempt = shown_broker(self._connection), max(self._losses, 1)
         reason = f"no connection to {broker}, attempt {attempt}: {reason_of(cause)}"
-        error = exceptions.ConnectionLost(*self.loop.next_waiting.address(), reason)
+        error = exceptions.ConnectionLost(*self.next_waiting.address(), reason)
         error.__cause__ = cause
         return error
 
     def _fail_all_and_raise(self, error: exceptions.RabbitDelayError) -> NoReturn:
         """Finish all messages that wait with this error, and raise it."""
-        if self.loop.take_back():
+        if self.take_back():
             self._publisher.give_up(error)
-        self.loop.fail_all(error)
+        self.fail_all(error)
         raise error from error.__cause__
 
 
@@ -418,9 +408,9 @@ class Pipeline:
                 declares_each=True,
             )
         else:
-            self._excuse(self._run, publish_loop.READ_EVERY)
+            self._excuse(self._run)
         self._open[publication] = None
-        self._run.loop.add(publication)
+        self._run.add(publication)
         self._go_on(self._run, until_written=True)
         if publication.error is not None and publication not in self._open:
             raise publication.error
@@ -432,11 +422,11 @@ class Pipeline:
             self._go_on(self._run)
             self._run = None
 
-    def _excuse(self, run: Run, least: float = 0.0) -> None:
+    def _excuse(self, run: Run) -> None:
         """Extend all deadlines by the caller's own work, during which no answers were read."""
         away = time.monotonic() - self._left_at
-        if away >= least:
-            run.loop.excuse(away)
+        if away >= publish_loop.READ_EVERY:
+            run.excuse(away)
 
     def _go_on(self, run: Run, until_written: bool = False) -> None:
         try:

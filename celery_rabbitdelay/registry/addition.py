@@ -85,7 +85,7 @@ class RegistryAddition(Addition):
         wanted = RegistryOptions.of(self._settings, task, options, {})
         return RowRegistration(self.delays, wanted, name, fail)
 
-    def shapes(self, task: object) -> bool:
+    def affects(self, task: object) -> bool:
         """Return whether the registry knows of all sends of a task."""
         return any(RegistryOptions.of(self._settings, task, {}, {}))
 

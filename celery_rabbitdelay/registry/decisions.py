@@ -97,6 +97,28 @@ def pause_ms(away: float) -> int:
     return int(pause * 1000)
 
 
+def may_hold(consumer: Any, number: int) -> bool:
+    """Return whether a worker's prefetch count lets it hold so many messages."""
+    count: int = consumer.qos.value
+    return count == 0 or count >= number
+
+
+def discard_as_revoked(consumer: Any, task_id: str, strategy: Callable[[], Any]) -> None:
+    """Run a task's strategy so that the task counts as revoked.
+
+    The strategy acknowledges the message, stores the result, tells the chord, and sends the signal
+    and the event.
+    """
+    revoked = consumer.controller.state.revoked
+    was_revoked = task_id in revoked
+    revoked.add(task_id)
+    try:
+        strategy()
+    finally:
+        if not was_revoked:
+            revoked.discard(task_id)
+
+
 class Arrived(NamedTuple):
     """A task about which the registry has decided.
 
@@ -185,7 +207,7 @@ class Decisions(BatchThread[_Due]):
         Not if the prefetch count lets hardly any more of them come.
         """
         more = first * MIN_GATHERED
-        return GATHER if celery_internals.may_hold(self._consumer, more) else 0.0
+        return GATHER if may_hold(self._consumer, more) else 0.0
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:
@@ -289,7 +311,7 @@ class Decisions(BatchThread[_Due]):
 
     def _discard(self, due: _Due, verdict: Verdict) -> None:
         run = partial(self._run_strategy, due)
-        celery_internals.discard_as_revoked(self._consumer, due.arrival.task_id, run)
+        discard_as_revoked(self._consumer, due.arrival.task_id, run)
         self._signal(DISCARDED[verdict], due)
 
     def _count(self, due: _Due, verdict: Verdict) -> None:

@@ -28,7 +28,7 @@ from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.registry.application import RegistrySettings, registry_of
 from celery_rabbitdelay.registry.bootsteps import DecideOnArrival
 from celery_rabbitdelay.registry.decision import new_copy
-from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, pause_ms
+from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, may_hold, pause_ms
 from celery_rabbitdelay.registry.record import stored
 from celery_rabbitdelay.schedules import runs
 from celery_rabbitdelay.schedules.beat import BeatEntries
@@ -159,7 +159,7 @@ class Arrivals(BatchThread[_Came]):
 
         Not for a single one, nor if the prefetch count lets hardly any more of them come.
         """
-        gathers = first > 1 and celery_internals.may_hold(self._consumer, 2 * first)
+        gathers = first > 1 and may_hold(self._consumer, 2 * first)
         return GATHER if gathers else 0.0
 
     def work(self, batch: list[_Came]) -> None:
@@ -389,7 +389,7 @@ class Arrivals(BatchThread[_Came]):
             arrived.go_on()
         finally:
             task_id = celery_internals.id_of(arrived.delivery.message)
-            waits = partial(celery_internals.waits_for_rate, self._consumer, arrived.delivery)
+            waits = partial(runs.waits_for_rate, self._consumer, arrived.delivery)
             runs.given(task_id, waits)
 
     def _look_after_schedules(self) -> None:

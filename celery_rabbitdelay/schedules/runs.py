@@ -12,17 +12,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock, Thread
-from typing import Final
+from typing import Any, Final
 
 from celery.signals import worker_shutdown
 from celery.utils.log import get_logger
+from celery.worker import state
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.registry.store import Store
 from celery_rabbitdelay.schedules.recurrence import Occurrence
-from celery_rabbitdelay.worker import celery_internals
+from celery_rabbitdelay.worker.celery_internals import Delivery, id_of
 
 logger = get_logger(__name__)
 
@@ -64,7 +65,7 @@ class _Run:
         """Return whether Celery has it no more."""
         # Celery has it in neither for an instant when it leaves the rate limit's bucket.
         waited, self.waited = self.waited, self.waits()
-        return not (waited or self.waited or celery_internals.is_reserved(task_id))
+        return not (waited or self.waited or task_id in state.requests)
 
 
 #: The runs, by the ids of their tasks. They outlive the connection that they came over, and a
@@ -74,9 +75,16 @@ _threads: Final[list[Thread]] = []
 _lock: Final = Lock()
 
 
+def waits_for_rate(consumer: Any, delivery: Delivery) -> bool:
+    """Return whether a task waits in Celery's bucket because of its rate limit. From any thread."""
+    bucket = consumer.task_buckets[delivery.task]
+    contents = () if bucket is None else tuple(bucket.contents)
+    return id_of(delivery.message) in {request.id for request, _ in contents}
+
+
 def forget_what_has_not_begun() -> None:
     """Forget the runs of a lost connection that RabbitMQ delivers again."""
-    for task_id in set(_going) - celery_internals.active_ids():
+    for task_id in set(_going) - {request.id for request in tuple(state.active_requests)}:
         _going.pop(task_id, None)
 
 

@@ -34,12 +34,11 @@ from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.application import how_kept, open_registry
 from celery_rabbitdelay.registry.decision import Decision, Verdict
-from celery_rabbitdelay.registry.decisions import DISCARDED
+from celery_rabbitdelay.registry.decisions import DISCARDED, discard_as_revoked
 from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.testing.recorded_registry import RecordedRegistry
 from celery_rabbitdelay.testing.sent import Address, Recorded, Sent, Take, Wanted
 from celery_rabbitdelay.testing.worker import Clock, going_by
-from celery_rabbitdelay.worker.celery_internals import discard_as_revoked
 
 #: :meth:`Recording.run_due` stops after this many tasks: they seem to send one another endlessly.
 MAX_RUNS: Final = 10_000

@@ -16,9 +16,8 @@ from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations import management
-from celery_rabbitdelay.operations.findings import Severity, Verification, blocked
 from celery_rabbitdelay.operations.status import due_at_least
-from celery_rabbitdelay.operations.verify import verify_application
+from celery_rabbitdelay.operations.verify import Severity, Verification, blocked, verify_application
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.site import Glance, Site

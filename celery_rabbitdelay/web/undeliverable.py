@@ -86,7 +86,7 @@ def undeliverable(asked: Asked) -> dict[str, object]:
         "error": reading.error,
         "read": None if reading.value is None else len(reading.value),
         "count": summary.count,
-        "reasons": [{"reason": reason, **vars(group)} for reason, group in summary.by_count()],
+        "reasons": [*map(vars, summary.by_count())],
         "messages": [
             {**read.summary_of(each.number, each.message), "size": each.body["size"]}
             for each in found[:LISTED]
@@ -128,7 +128,6 @@ def _record(asked: Asked, kept: Kept) -> dict[str, Any]:
     """Return a message as ``undeliverable list --full`` does, without what may not be shown."""
     record = read.as_record(kept.number, kept.message)
     del record["amqp_properties"]  # for programs that send it again; it has the arguments, too
-    record["envelope"] = read.Contents.of(kept.message).messages
     options, task, headers = asked.site.options, record["task"] or "", record["headers"]
     for name in headers.keys() & ARGUMENTS:
         if (text := options.shown(task, str(headers.pop(name)))) is not None:
@@ -154,7 +153,7 @@ def decide(asked: Asked) -> dict[str, object]:
         report = RemovalReport()
 
         def matches(found: read.UndeliverableMessage) -> bool:
-            work.done = report.removed
+            work.done = report.moved
             if work.stopping.is_set():
                 report.stopped = STOPPED
             return wanted.matches(found)
@@ -162,7 +161,7 @@ def decide(asked: Asked) -> dict[str, object]:
         try:
             _remove(asked, action, matches, dry_run=False, limit=count, report=report)
         finally:
-            work.done = report.removed
+            work.done = report.moved
             asked.site.outdate("undeliverable")
         if report.stopped not in (None, STOPPED):
             raise OperationalError(report.stopped)
@@ -185,8 +184,10 @@ def _remove(asked: Asked, action: str, matches: Matches, **options: Any) -> Remo
         return site.ask(
             lambda found: read.redrive(Place(found, topology), None, matches, **options)
         )
-    options |= {"to": asked.fields.get("to"), "delay": asked.duration("delay")}
-    redrive = partial(read.redrive_application, site.delays, matches=matches, **options)
+    redriving = {"to": asked.fields.get("to"), "delay": asked.duration("delay")}
+    redrive = partial(
+        read.redrive_application, site.delays, matches=matches, redriving=redriving, **options
+    )
     try:
         return site.ask(redrive)
     except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:

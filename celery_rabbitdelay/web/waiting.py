@@ -13,7 +13,8 @@ from starlette.exceptions import HTTPException
 from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.publishing.declaration import Backlog, Counts, queue_counts
+from celery_rabbitdelay.publishing.declaration import Backlog, queue_counts
+from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task
 from celery_rabbitdelay.web import shown

@@ -13,9 +13,11 @@ from heapq import heappop, heappush
 from itertools import count
 from socket import socketpair
 from threading import Condition, Thread
-from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
+from typing import ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from celery.utils.log import get_logger
+
+from celery_rabbitdelay.worker.celery_internals import Consumer, Hub
 
 logger = get_logger(__name__)
 
@@ -50,7 +52,7 @@ class BatchThread(ABC, Generic[ItemT]):
 
     name: ClassVar[str]
 
-    def __init__(self, consumer: Any) -> None:
+    def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
         #: A heap of the items, each with the time from which on it may be worked on
         #: (:func:`time.monotonic`), and the order of arrival.
@@ -69,7 +71,7 @@ class BatchThread(ABC, Generic[ItemT]):
         """Start the thread."""
         self._thread.start()
 
-    def register(self, hub: Any) -> None:
+    def register(self, hub: Hub) -> None:
         """Let the worker's event loop run the actions, which must run in it."""
         hub.add_reader(self._wakes, self._run_actions)
 

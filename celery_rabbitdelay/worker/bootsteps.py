@@ -18,11 +18,8 @@ from celery.worker.consumer.tasks import Tasks
 from kombu import Connection, Message
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.app import additions
+from celery_rabbitdelay.app import additions, destinations, instruments, seams
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
-from celery_rabbitdelay.app.instruments import EARLY
-from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import AdditionMissing, InvalidSetting
 from celery_rabbitdelay.levels.delay import milliseconds
@@ -41,9 +38,11 @@ from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.refusals import permissions_named
 from celery_rabbitdelay.worker import status  # noqa: F401 - its import registers control commands
 from celery_rabbitdelay.worker.celery_internals import (
+    Consumer,
+    Hub,
     RabbitMQStep,
+    Worker,
     bound_bodies,
-    leave_out_delayed_delivery,
 )
 from celery_rabbitdelay.worker.celery_requests import CeleryRequests, guard_consumer, guard_pool
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
@@ -145,19 +144,17 @@ class WorkerDeclaration:
                 continue
             try:
                 bind_destination(connection, delays.topology, queue.name)
-            except NotFound as error:
+            except (NotFound, AccessRefused) as error:
+                # The tasks of a broadcast come by its exchange, and most of them are on time.
+                if isinstance(error, AccessRefused) and not is_broadcast:
+                    raise
                 logger.warning(
-                    "No delayed task reaches the %s queue %r: the worker reads it from "
-                    "another broker than the one that tasks are sent to: %s",
-                    "broadcast" if is_broadcast else "exclusive",
+                    "The queue %r of this worker alone is not bound to the levels, so that no "
+                    "delayed task reaches it by its name (if it is on another broker than the one "
+                    "that tasks are sent to, it cannot be): %s",
                     queue.name,
                     error,
                 )
-            except AccessRefused as error:
-                if not is_broadcast:
-                    raise
-                # Its tasks come by its exchange, and most of them are on time.
-                logger.warning("The broadcast queue %r is not bound: %s", queue.name, error)
 
     def connection_lost(self) -> None:
         """Look for what is missing on the next connection, and declare it."""
@@ -170,14 +167,17 @@ class DelayLevels(RabbitMQStep):
 
     requires = (Tasks, DelayedDelivery)
 
-    def include(self, consumer: Any) -> bool:
+    def include(self, consumer: Consumer) -> bool:
         """Replace Celery's ``DelayedDelivery`` step."""
         included: bool = super().include(consumer)
         if included:
-            leave_out_delayed_delivery(consumer)
+            # It would declare Celery's native delayed delivery.
+            consumer.steps[:] = [
+                step for step in consumer.steps if not isinstance(step, DelayedDelivery)
+            ]
         return included
 
-    def start(self, consumer: Any) -> None:
+    def start(self, consumer: Consumer) -> None:
         """Declare what is missing; Celery calls this on every new connection.
 
         Raises:
@@ -193,7 +193,7 @@ class DelayLevels(RabbitMQStep):
             declaration.declare(connection)
         declaration.bind_own_queues(consumer.connection)
 
-    def stop(self, consumer: Any) -> None:
+    def stop(self, consumer: Consumer) -> None:
         """Celery calls this when the consumer's connection is lost, and when the worker ends."""
         consumer.controller.rabbitdelay_declaration.connection_lost()
 
@@ -207,11 +207,11 @@ class RestoreTasks(RabbitMQStep):
 
     requires = (DelayLevels,)
 
-    def create(self, consumer: Any) -> None:
+    def create(self, consumer: Consumer) -> None:
         """Let what Celery raises about a message of ours concern this message alone."""
         guard_consumer(consumer, partial(_refuse, consumer))
 
-    def start(self, consumer: Any) -> None:
+    def start(self, consumer: Consumer) -> None:
         """Wrap the execution strategies, and begin to take early tasks of the new connection."""
         if not isinstance(consumer.strategies, RestoringStrategies):
             takeover = consumer.app.rabbitdelay.settings.takeover
@@ -222,11 +222,11 @@ class RestoreTasks(RabbitMQStep):
         strategies.early_tasks.start()
         bound_bodies(consumer, strategies.early_tasks.refuse_unopened)
 
-    def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
+    def register_with_event_loop(self, consumer: Consumer, hub: Hub) -> None:
         """Let the event loop run what the thread needs from the worker's own thread."""
         consumer.strategies.early_tasks.register(hub)
 
-    def stop(self, consumer: Any) -> None:
+    def stop(self, consumer: Consumer) -> None:
         """Take no more tasks of the connection that is lost or closed."""
         strategies = consumer.strategies
         if not isinstance(strategies, RestoringStrategies):
@@ -236,7 +236,7 @@ class RestoreTasks(RabbitMQStep):
             early_tasks.stop()
 
 
-def _refuse(consumer: Any, message: Message, error: Exception) -> None:
+def _refuse(consumer: Consumer, message: Message, error: Exception) -> None:
     early_tasks: EarlyTasks | None = consumer.strategies.early_tasks
     # Between two connections there is nothing to acknowledge: RabbitMQ redelivers it.
     if early_tasks is not None:
@@ -264,7 +264,9 @@ class Modules(RabbitMQStep):
 
     requires = (Pool,)
 
-    def __init__(self, worker: Any, rabbitdelay_modules: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, worker: Worker, rabbitdelay_modules: str | None = None, **options: Any
+    ) -> None:
         self._given = rabbitdelay_modules
         self._makers: list[Callable[..., Service]] = []
         self._services: list[Service] = []
@@ -272,7 +274,7 @@ class Modules(RabbitMQStep):
         self._declaration = worker.rabbitdelay_declaration = WorkerDeclaration(worker.app)
         super().__init__(worker, **options)
 
-    def create(self, worker: Any) -> None:
+    def create(self, worker: Worker) -> None:
         """Find out which modules are served.
 
         Raises:
@@ -286,14 +288,14 @@ class Modules(RabbitMQStep):
         self._makers = [*map(service_maker, names)]
         guard_pool(worker, lambda *given: _refuse(worker.consumer, *given))
 
-    def start(self, worker: Any) -> None:
+    def start(self, worker: Worker) -> None:
         """Start the modules."""
         for make in self._makers:
             self._services.append(make(worker.app, self._declaration))
         for service in self._services:
             service.start()
 
-    def stop(self, worker: Any) -> None:
+    def stop(self, worker: Worker) -> None:
         """Finish what the modules have begun, and end them."""
         for service in self._services:
             service.stopping.set()
@@ -326,7 +328,7 @@ def module_service(app: DelayingCelery, declaration: WorkerDeclaration, name: st
         queue = topology.module_queues.checkin
         check_in = CheckIn(
             topology,
-            checkin_destinations(app).includes,
+            destinations.checkin_destinations(app).includes,
             settings.signing_keys,
             settings.checkin_trusted,
             CeleryRequests(app).check,
@@ -334,17 +336,17 @@ def module_service(app: DelayingCelery, declaration: WorkerDeclaration, name: st
         receive, admit = check_in.receive, check_in.admit
     else:
         queue = topology.module_queues.distribution
-        on_early = partial(app.rabbitdelay.recorder.record, {EARLY: 1}, "", queue.name)
+        on_early = partial(app.rabbitdelay.recorder.record, {instruments.EARLY: 1}, "", queue.name)
         early = EarlyMessages(topology, milliseconds(settings.early_tolerance), on_early=on_early)
-        additions = additions_of(app.rabbitdelay)
+        asked = filter(attrgetter("is_asked_by_distribution"), seams.additions_of(app.rabbitdelay))
         distribution = Distribution(
             topology,
             early.put_back,
-            reach=distribution_reach(app),
+            reach=destinations.distribution_reach(app),
             signing_keys=settings.signing_keys,
             is_signing_required=settings.signing_required,
             max_message_bytes=settings.max_message_bytes,
-            asked=next(filter(attrgetter("is_asked_by_distribution"), additions), None),
+            asked=next(asked, None),
         )
         receive, admit = distribution.receive, None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import amqp
 import click
@@ -15,8 +15,6 @@ from celery import bootsteps
 from celery.exceptions import CeleryCommandException
 from celery.platforms import EX_FAILURE
 from celery.utils.quorum_queues import detect_quorum_queues
-from celery.worker import state
-from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from kombu import Message
 from kombu.compression import compress
 
@@ -26,15 +24,22 @@ from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name, d
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.wire import Seen
 
+#: A worker, its consumer on one connection, the event loop of both, and a task that has arrived:
+#: Celery's types lack most of what is used of them.
+Worker: TypeAlias = Any
+Consumer: TypeAlias = Any
+Hub: TypeAlias = Any
+Request: TypeAlias = Any
+
 
 class RabbitMQStep(bootsteps.StartStopStep):
     """A bootstep of a worker or of its consumer, left out where the broker is not RabbitMQ."""
 
-    def include_if(self, parent: Any) -> bool:
+    def include_if(self, parent: Worker | Consumer) -> bool:
         """Return whether the step is for this worker, or consumer."""
         return bool(parent.app.rabbitdelay.available)
 
-    def include(self, parent: Any) -> bool:
+    def include(self, parent: Worker | Consumer) -> bool:
         """Add the step; a wrong setting ends ``celery worker`` with one line, and no traceback.
 
         Raises:
@@ -69,12 +74,7 @@ class Delivery(NamedTuple):
     redelivered: bool
 
 
-def leave_out_delayed_delivery(consumer: Any) -> None:
-    """Remove Celery's own bootstep, which would declare its native delayed delivery."""
-    consumer.steps[:] = [step for step in consumer.steps if not isinstance(step, DelayedDelivery)]
-
-
-def name_of_queue(consumer: Any, message: Message) -> str | None:
+def name_of_queue(consumer: Consumer, message: Message) -> str | None:
     """Return the name of the queue that a worker has received a message from."""
     return consumed_queue_name(consumer.task_consumer, message.delivery_info.get("consumer_tag"))
 
@@ -90,7 +90,7 @@ def shown(task_id: object) -> str:
     return shortened(task_id).strip("'")
 
 
-def bound_bodies(consumer: Any, refuse: Callable[[Message, str], None]) -> None:
+def bound_bodies(consumer: Consumer, refuse: Callable[[Message, str], None]) -> None:
     """Note which messages are ours, and let kombu decompress no such body beyond a bound.
 
     The bound is ``rabbitdelay_max_message_bytes``. kombu decompresses a body as soon as it receives
@@ -120,7 +120,12 @@ def bound_bodies(consumer: Any, refuse: Callable[[Message, str], None]) -> None:
                 if unreadable := getattr(received, "rabbitdelay_seen", Seen()).unreadable:
                     raise UnprocessableMessage(unreadable)
                 if compression and self.rabbitdelay_is_ours:
-                    _check_size(decompressed_size(body_of(received), compression, most), most)
+                    size = decompressed_size(body_of(received), compression, most)
+                    if size > most:
+                        raise UnprocessableMessage(
+                            f"its body is compressed, and decompressed it has more than {most:,} "
+                            "bytes: see rabbitdelay_max_message_bytes"
+                        )
             except Exception:  # noqa: BLE001 - kombu's consumer reports it
                 self.errors = [sys.exc_info()]
             super().__init__(received, **options)
@@ -135,14 +140,6 @@ def bound_bodies(consumer: Any, refuse: Callable[[Message, str], None]) -> None:
     tasks.on_decode_error = on_error
 
 
-def _check_size(size: int, most: int) -> None:
-    if size > most:
-        raise UnprocessableMessage(
-            f"its body is compressed, and decompressed it has more than {most:,} bytes: see "
-            "rabbitdelay_max_message_bytes"
-        )
-
-
 def as_received(message: Message) -> amqp.Message:
     """Return a message as AMQP has delivered it; kombu has decompressed its body, if it could."""
     body: Any = message.body
@@ -155,42 +152,7 @@ def as_received(message: Message) -> amqp.Message:
     return received
 
 
-def why_not_consuming(worker: Any) -> str:
-    """Return why a worker takes no tasks from the broker; empty if it does. From any thread."""
-    consumer = getattr(worker, "consumer", None)
-    connection = getattr(consumer, "connection", None)
-    if connection is None or not connection.connected:
-        return "not connected to the broker"
-    tasks = getattr(consumer, "task_consumer", None)
-    if tasks is None or not any(map(tasks.consuming_from, tasks.queues)):
-        return "consuming from no queue"
-    return ""
-
-
-def may_hold(consumer: Any, number: int) -> bool:
-    """Return whether a worker's prefetch count lets it hold so many messages."""
-    count: int = consumer.qos.value
-    return count == 0 or count >= number
-
-
-def is_reserved(task_id: str) -> bool:
-    """Return whether this worker has a task that runs, or waits for its pool."""
-    return task_id in state.requests
-
-
-def waits_for_rate(consumer: Any, delivery: Delivery) -> bool:
-    """Return whether a task waits in Celery's bucket because of its rate limit. From any thread."""
-    bucket = consumer.task_buckets[delivery.task]
-    contents = () if bucket is None else tuple(bucket.contents)
-    return id_of(delivery.message) in {request.id for request, _ in contents}
-
-
-def active_ids() -> set[str]:
-    """Return the ids of the tasks that this worker's pool has begun."""
-    return {request.id for request in tuple(state.active_requests)}
-
-
-def has_static_prefetch(consumer: Any) -> bool:
+def has_static_prefetch(consumer: Consumer) -> bool:
     """Return whether each task that a worker holds takes one of the places of its prefetch count.
 
     With quorum queues, Celery sets the count for each consumer. RabbitMQ applies a changed count to
@@ -199,19 +161,3 @@ def has_static_prefetch(consumer: Any) -> bool:
     """
     app = consumer.app
     return bool(app.conf.worker_detect_quorum_queues and detect_quorum_queues(app, "amqp")[0])
-
-
-def discard_as_revoked(consumer: Any, task_id: str, strategy: Callable[[], Any]) -> None:
-    """Run a task's strategy so that the task counts as revoked.
-
-    The strategy acknowledges the message, stores the result, tells the chord, and sends the signal
-    and the event.
-    """
-    revoked = consumer.controller.state.revoked
-    was_revoked = task_id in revoked
-    revoked.add(task_id)
-    try:
-        strategy()
-    finally:
-        if not was_revoked:
-            revoked.discard(task_id)

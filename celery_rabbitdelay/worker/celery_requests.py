@@ -37,7 +37,7 @@ from celery_rabbitdelay.modules.checkin import is_read, may_be_version_1
 from celery_rabbitdelay.publishing.kombu_internals import may_be_decoded
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.wire import read_unreadable_properties
-from celery_rabbitdelay.worker.celery_internals import Delivery
+from celery_rabbitdelay.worker.celery_internals import Consumer, Delivery, Request, Worker
 
 #: Takes a message for which Celery has raised an error.
 Refuse: TypeAlias = Callable[[Message, Exception], None]
@@ -134,7 +134,7 @@ class CeleryRequests:
         _ = request.stamps  # read only while a stamp is revoked
 
 
-def check_request(request: Any) -> None:
+def check_request(request: Request) -> None:
     """Evaluate what Celery evaluates in the event loop once a task has started.
 
     Raises:
@@ -159,7 +159,7 @@ def is_ours(message: Message) -> bool:
     return getattr(message, "rabbitdelay_is_ours", False)
 
 
-def guard_consumer(consumer: Any, refuse: Refuse) -> None:
+def guard_consumer(consumer: Consumer, refuse: Refuse) -> None:
     """Let an error that Celery raises about a message of ours concern this message alone.
 
     Args:
@@ -192,7 +192,7 @@ def guard_consumer(consumer: Any, refuse: Refuse) -> None:
     consumer.create_task_handler = create_task_handler
 
 
-def run_strategy(consumer: Any, delivery: Delivery, refuse: Refuse) -> None:
+def run_strategy(consumer: Consumer, delivery: Delivery, refuse: Refuse) -> None:
     """Run a task's strategy outside of Celery's consumer, with the consumer's error handling.
 
     Args:
@@ -212,7 +212,7 @@ def run_strategy(consumer: Any, delivery: Delivery, refuse: Refuse) -> None:
         refuse(delivery.message, error)
 
 
-def guard_pool(worker: Any, refuse: Refuse) -> None:
+def guard_pool(worker: Worker, refuse: Refuse) -> None:
     """Let a task of ours that the pool does not take give its slot back.
 
     Celery gives a task to the pool when its message arrives, when its rate limit or its ``eta``
@@ -224,7 +224,7 @@ def guard_pool(worker: Any, refuse: Refuse) -> None:
     """
     celerys = worker._process_task  # read anew for each task that waits for a slot
 
-    def process_task(request: Any) -> None:
+    def process_task(request: Request) -> None:
         if not is_ours(request.message):
             celerys(request)
             return
@@ -272,7 +272,7 @@ def guard_pool(worker: Any, refuse: Refuse) -> None:
         worker.process_task = process_task
 
 
-def _forget_job(pool: Any, request: Any) -> None:
+def _forget_job(pool: Any, request: Request) -> None:
     """Remove a job that the prefork pool has noted and not sent; its end would wait for it."""
     jobs = getattr(getattr(pool, "_pool", None), "_cache", {})
     for job in list(jobs.values()):
@@ -280,6 +280,6 @@ def _forget_job(pool: Any, request: Any) -> None:
             job.discard()
 
 
-def _connection_errors(consumer: Any) -> tuple[type[Exception], ...]:
+def _connection_errors(consumer: Consumer) -> tuple[type[Exception], ...]:
     """Return the errors by which a consumer notices that its connection or channel is lost."""
     return (*consumer.connection_errors, *consumer.channel_errors)

@@ -36,7 +36,10 @@ from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Run
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Ack, Action, BatchThread
-from celery_rabbitdelay.worker.celery_internals import Delivery
+from celery_rabbitdelay.worker.celery_internals import (
+    Consumer,
+    Delivery,
+)
 from celery_rabbitdelay.worker.celery_requests import is_ours, run_strategy
 
 logger = get_logger(__name__)
@@ -107,12 +110,6 @@ def waiting_task(
     return forwarding.delayed_task(received, destination, due_ms)
 
 
-def warn_undeliverable(message: Message, why: str) -> None:
-    """Log that a task goes to ``undeliverable``."""
-    name = celery_internals.shown(celery_internals.id_of(message))
-    logger.warning("Task %s is undeliverable: %s", name, why)
-
-
 def publish_each(
     delays: Delays,
     items: Sequence[ItemT],
@@ -175,7 +172,7 @@ class EarlyTasks(BatchThread[Early]):
 
     name = "rabbitdelay-put-back"
 
-    def __init__(self, consumer: Any) -> None:
+    def __init__(self, consumer: Consumer) -> None:
         super().__init__(consumer)
         self._delays = consumer.app.rabbitdelay
         settings = self._delays.settings
@@ -277,6 +274,8 @@ class EarlyTasks(BatchThread[Early]):
             ack: Acknowledges the message; the function that Celery passes to a strategy.
             why: The reason.
         """
+        name = celery_internals.shown(celery_internals.id_of(message))
+        logger.warning("Task %s is undeliverable: %s", name, why)
         info = message.delivery_info
         destination = Destination(None, info["exchange"], info["routing_key"])
         self.give(Early(message, ack, destination, Due.after(0), why=why, place="undeliverable"))
@@ -289,7 +288,6 @@ class EarlyTasks(BatchThread[Early]):
             error: The error.
         """
         why = f"Celery cannot run it: {shortened(error)}"
-        warn_undeliverable(message, why)
         logger.debug(why, exc_info=error)
 
         def settle(*args: Any) -> None:
@@ -309,7 +307,6 @@ class EarlyTasks(BatchThread[Early]):
         if later is not None:
             self.leave_to_later_version(message, message.ack_log_error, later)
             return
-        warn_undeliverable(message, why)
         self.refuse(message, message.ack_log_error, why)
 
     def leave_to_later_version(self, message: Message, ack: Ack, why: str) -> None:
@@ -431,7 +428,6 @@ class EarlyTasks(BatchThread[Early]):
         elif isinstance(error, exceptions.InvalidDelay) and is_ours(early.message):
             # A client's eta, after the latest due time: held, it would keep others from the worker.
             why = f"it cannot wait until its eta: {error}"
-            warn_undeliverable(early.message, why)
             self.act(
                 partial(self._finish, early, partial(self.refuse, early.message, early.ack, why))
             )

@@ -23,15 +23,10 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
-from celery_rabbitdelay.worker.celery_internals import (
-    Delivery,
-    has_static_prefetch,
-    id_of,
-    name_of_queue,
-    shown,
-)
+from celery_rabbitdelay.worker import celery_internals
+from celery_rabbitdelay.worker.celery_internals import Consumer, Delivery, name_of_queue
 from celery_rabbitdelay.worker.celery_requests import is_ours
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 
 logger = get_logger(__name__)
 
@@ -102,7 +97,7 @@ class Origins:
         consumer: The worker's consumer.
     """
 
-    def __init__(self, consumer: Any) -> None:
+    def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
         self._reach = distribution_reach(consumer.app)
         settings = consumer.app.rabbitdelay.settings
@@ -123,7 +118,7 @@ class Origins:
             return exchange, routing_key
         logger.warning(
             "Task %s claims the origin %r, and its retries go to the queue %r: it %s.",
-            shown(message.headers.get("id")),
+            celery_internals.shown(message.headers.get("id")),
             (exchange, routing_key),
             queue,
             why,
@@ -154,6 +149,13 @@ class Origins:
 #: When the task was published, as Sentry's Celery integration notes it: float, seconds since
 #: 1970-01-01 UTC. The time from then to the start is its ``messaging.message.receive.latency``.
 SENTRY_ENQUEUED: Final = "sentry-task-enqueued-time"
+
+#: What the log says of a task that Celery would hold, and that does not wait in the worker.
+UNHELD: Final = (
+    "The task %s has rabbitdelay=False, or rabbitdelay_takeover is False, and waits in the levels "
+    "all the same: with quorum queues, the prefetch count is fixed, and the tasks that a worker "
+    "holds until they are due would keep all others away."
+)
 
 #: What Celery's consumer calls with each message of one task.
 Strategy: TypeAlias = Callable[..., Any]
@@ -188,7 +190,7 @@ class RestoringStrategies(dict[str, Strategy]):
     """
 
     def __init__(
-        self, consumer: Any, takeover: bool = True, origins: Origins | None = None
+        self, consumer: Consumer, takeover: bool = True, origins: Origins | None = None
     ) -> None:
         super().__init__()
         self.early_tasks: EarlyTasks | None = None
@@ -200,7 +202,7 @@ class RestoringStrategies(dict[str, Strategy]):
         self._takeover = takeover
         self._origins = origins
         self._delivery = consumer.app.rabbitdelay.topology.delivery.name
-        self._has_static_prefetch = has_static_prefetch(consumer)
+        self._has_static_prefetch = celery_internals.has_static_prefetch(consumer)
         self._unheld = WarningLimit(logger, "Tasks that wait in the levels all the same", HOUR)
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
@@ -219,20 +221,12 @@ class RestoringStrategies(dict[str, Strategy]):
             except Exception:  # anybody may have written the message
                 logger.exception("A message for the task %s is left to Celery.", task_name)
                 is_taken = False
-            if is_taken and not (is_ours(message) or is_ours_to_hold):
-                self._warn_unheld(task_name)
+            is_unheld = is_taken and not (is_ours(message) or is_ours_to_hold)
+            if is_unheld and self._unheld.allows(task_name):
+                logger.warning(UNHELD, task_name)
             return None if is_taken else go_on()
 
         super().__setitem__(task_name, restoring)
-
-    def _warn_unheld(self, task_name: str) -> None:
-        if self._unheld.allows(task_name):
-            logger.warning(
-                "The task %s has rabbitdelay=False, or rabbitdelay_takeover is False, and waits in "
-                "the levels all the same: with quorum queues, the prefetch count is fixed, and the "
-                "tasks that a worker holds until they are due would keep all others away.",
-                task_name,
-            )
 
     def _take(self, delivery: Delivery, takes_eta: bool) -> bool:
         """Restore a message; return whether it is not passed to Celery, or not now."""
@@ -250,14 +244,13 @@ class RestoringStrategies(dict[str, Strategy]):
             header_names.drop_own(message.headers)
         elif origins is not None and origins.is_forged(message, waited):
             if self.early_tasks is not None:
-                warn_undeliverable(message, NOT_SIGNED)
                 self.early_tasks.refuse(message, delivery.ack, NOT_SIGNED)
             return True
         self._hide_delivery(message)
         if self.early_tasks is None or (waited is None and not takes_eta):
             return False
         ask = None
-        if self.decisions is not None and waited is not None and id_of(message):
+        if self.decisions is not None and waited is not None and celery_internals.id_of(message):
             ask = partial(self.decisions.ask, delivery, waited)
         if self.early_tasks.try_enqueue(delivery, waited, takes_eta, ask):
             self._record(TAKEN_OVER if waited is None else EARLY, 1, delivery)
@@ -269,7 +262,9 @@ class RestoringStrategies(dict[str, Strategy]):
             since_ms = may_run_since(waited)
             self.arrivals.note(since_ms)
             self._record(LATENESS, lateness(since_ms), delivery)
-            signals.send(signals.released, self._app, id_of(message), waited.due_ms)
+            signals.send(
+                signals.released, self._app, celery_internals.id_of(message), waited.due_ms
+            )
         return False
 
     def _hide_delivery(self, message: Message) -> None:

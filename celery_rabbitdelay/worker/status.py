@@ -67,10 +67,7 @@ def _about(app: DelayingCelery) -> dict[str, object]:
         "celery": celery.__version__,
         "python": platform.python_version(),
     }
-    delays = getattr(app, "rabbitdelay", None)
-    if delays is None:
-        return {"versions": versions, "settings": {}}
-    settings: Settings = delays.settings
+    settings: Settings = app.rabbitdelay.settings
     layout = settings.topology.layout
     # The same layout may be written in several ways.
     levels = ", ".join(f"{level.name} to {level.base - 1}" for level in layout.levels)

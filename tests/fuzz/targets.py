@@ -24,7 +24,7 @@ from celery_rabbitdelay.modules.envelope import (
     OpenedEnvelope,
     compressed,
 )
-from celery_rabbitdelay.modules.limits import MAX_DEPTH, AllowedDestinations, DistributionReach
+from celery_rabbitdelay.modules.limits import MAX_DEPTH, AllowedDestinations
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.redriving import Redriving
 from celery_rabbitdelay.publishing.kombu_internals import decompressed_size
@@ -184,7 +184,7 @@ def distribution(message: amqp.Message) -> None:
         return
     early, reach = (
         forwarding.EarlyMessages(TOPOLOGY, 1000).put_back,
-        DistributionReach(ALLOWED, is_list=True),
+        ALLOWED,
     )
     _handled(
         Distribution(TOPOLOGY, early, reach=reach, max_message_bytes=MAX_MESSAGE_BYTES), message

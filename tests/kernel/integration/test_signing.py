@@ -111,8 +111,8 @@ def test_what_is_refused_for_long_is_signed_and_can_be_redriven(
     channel.queue_delete(full.name)
     place = Place(connection, topology)
     report = redrive(place, redriving_for(shop, allow=[full.name]))
-    assert (report.removed, report.left) == (2, {NOT_SIGNED: 1})
+    assert (report.moved, report.left) == (2, {NOT_SIGNED: 1})
     vouched = redriving_for(shop, allow=[full.name], vouches=True)
-    assert redrive(place, vouched).removed == 1
+    assert redrive(place, vouched).moved == 1
     channel.queue_declare(full.name, durable=True, auto_delete=False)
     assert len(take(connection, [full], 3)) == 3

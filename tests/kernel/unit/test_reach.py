@@ -17,12 +17,12 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages
-from celery_rabbitdelay.modules.limits import AllowedDestinations, DistributionReach
+from celery_rabbitdelay.modules.limits import AllowedDestinations
 from tests.kernel.unit.strategies import destinations
 
 TOPOLOGY = Topology()
-KNOWN = DistributionReach(
-    AllowedDestinations(queues=frozenset({"known"}), never_patterns=("*.pidbox",))
+KNOWN = AllowedDestinations(
+    queues=frozenset({"known"}), never_patterns=("*.pidbox",), is_list=False
 )
 distributed = Distribution(TOPOLOGY, reach=KNOWN).receive
 

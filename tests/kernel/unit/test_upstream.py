@@ -8,19 +8,14 @@ import inspect
 from datetime import UTC, datetime, timedelta, timezone
 from random import randbytes
 from typing import Any
-from unittest import mock
 
 import celery
 import pytest
 from celery.app.task import Task
-from celery.worker import state
-from celery.worker.consumer.consumer import Consumer
 from kombu import Connection, compression
-from kombu.utils.limits import TokenBucket
 
 from celery_rabbitdelay.app import celery_internals as of_app
 from celery_rabbitdelay.publishing import kombu_internals as internals
-from celery_rabbitdelay.worker import celery_internals as of_worker
 
 
 def test_a_retry_rejects_what_it_cannot_send() -> None:
@@ -37,26 +32,6 @@ def test_a_task_is_found_without_finalizing_the_application() -> None:
     assert not app.finalized
     app.finalize()
     assert of_app.registered_task(app, "remind") is not None
-
-
-def test_a_task_that_its_rate_limit_holds_is_in_a_bucket_of_the_consumer() -> None:
-    consumer: Any = Consumer.__new__(Consumer)
-    consumer.task_buckets = {"limited": TokenBucket(1), "other": None}
-    consumer._limit_order, consumer.timer = 0, mock.Mock()
-    consumer.on_task_request = mock.Mock()
-
-    def waits(task_id: str, task: str = "limited") -> bool:
-        message: Any = mock.Mock(headers={"id": task_id})
-        delivery = of_worker.Delivery(message, None, mock.Mock(), mock.Mock(), task, False)
-        return of_worker.waits_for_rate(consumer, delivery)
-
-    for each in ("first", "second"):
-        request = mock.Mock(id=each)
-        consumer._limit_task(request, consumer.task_buckets["limited"], 1)
-        state.reserved_requests.discard(request)
-        state.requests.pop(each, None)
-    found = (waits("first"), waits("second"), waits("second", "other"))
-    assert found == (False, True, False)
 
 
 def test_an_eta_is_read_as_celery_reads_it() -> None:

@@ -214,7 +214,7 @@ def neglected_schedules(place: Place) -> None:
 FAULTS: Final[dict[Plant, set[str]]] = {
     damaged: {"missing"},
     without_levels: {"not-declared"},
-    nobody_declares: {"nobody-declares"},
+    nobody_declares: {"missing"},
     longer_ttl: {"differs"},
     no_alternate: {"differs"},
     other_layout: {"layout-conflict"},
@@ -223,10 +223,10 @@ FAULTS: Final[dict[Plant, set[str]]] = {
     bad_policies_of_a_destination: {"destination-policy", "destination-drops"},
     refusing_destination: {"destination-refuses"},
     forgotten_destinations: {"destination-unbound"},
-    forgotten_where_nobody_helps: {"destination-cut-off", "destination-missing"},
+    forgotten_where_nobody_helps: {"missing"},
     classic_destination: {"destination-classic", "destination-differs"},
     may_not_send: {"permission-missing"},
-    older_layout: {"orphan"},
+    older_layout: {"orphan", "orphan-empty"},
     limited: {"queue-limit"},
     classic_levels: {"classic-levels"},
     neglected_schedules: {"schedule-overdue", "schedule-lost"},
@@ -235,7 +235,7 @@ FAULTS: Final[dict[Plant, set[str]]] = {
 
 #: What the findings name besides.
 NAMED: Final[dict[Plant, tuple[str, ...]]] = {
-    older_layout: ("queue shop.hours.1", "exchange shop."),
+    older_layout: ("1 messages wait", "queue shop.hours.1", "exchange shop."),
     damaged: ("queue shop.", "binding shop.", "exchange shop.layout"),
     bad_policies: (
         *("expires", "message-ttl", "max-length", "overflow", "dead-letter-routing-key"),

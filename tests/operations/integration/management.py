@@ -16,9 +16,8 @@ from kombu import Connection, Queue
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import ManagementUnavailable
-from celery_rabbitdelay.operations.findings import Verification
 from celery_rabbitdelay.operations.management import ManagementAPI
-from celery_rabbitdelay.operations.verify import verify_broker
+from celery_rabbitdelay.operations.verify import Verification, verify_broker
 from celery_rabbitdelay.publishing.declaration import declare_destination
 from celery_rabbitdelay.schedules.addition import SchedulesAddition
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for

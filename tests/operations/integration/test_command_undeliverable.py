@@ -97,7 +97,7 @@ def test_messages_are_redriven_and_the_others_named_with_the_reason(
     configuration: dict[str, Any], connection: Connection, shop: Any, name: str
 ) -> None:
     data = answers(configuration, "redrive --task look --dry-run")
-    assert (data["removed"], data["dry_run"]) == (1, True)
+    assert (data["moved"], data["dry_run"]) == (1, True)
     assert count(connection, name) == 6
 
     told = run(configuration, "redrive")
@@ -118,7 +118,7 @@ def test_messages_are_deleted_only_after_a_yes(
     refused = run(configuration, "purge --task note", "n\n")
     assert refused.returncode == 1
     assert "Delete 2 undeliverable messages?" in refused.stdout
-    assert answers(configuration, "purge --dry-run")["removed"] == 6
+    assert answers(configuration, "purge --dry-run")["moved"] == 6
     assert count(connection, name) == 6
     agreed = run(configuration, "purge --task note", "y\n")
     assert agreed.returncode == 0, agreed.stderr

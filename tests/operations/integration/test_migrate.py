@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from socket import create_server
-from typing import Any, cast
+from typing import Any
 from uuid import uuid4
 
 import amqp
@@ -22,7 +22,8 @@ from celery_rabbitdelay.kombu import clock, custom
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.conversion import check_source
-from celery_rabbitdelay.operations.mover import BATCH, MOST_LOSSES, Mover, Place
+from celery_rabbitdelay.operations.mover import BATCH, MOST_LOSSES, Place
+from celery_rabbitdelay.operations.source import waiting as ready
 from celery_rabbitdelay.publishing.declaration import declare, queue_counts
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.json_schemas import checked
@@ -76,8 +77,7 @@ def place(shop: Any) -> Place:
 
 def waiting(place: Place) -> dict[str, int]:
     """Return how many messages are ready in each queue of a topology that has some."""
-    names = [queue.name for queue in place.topology.queues]
-    return Mover(place.connection, names, place, cast(Any, None)).waiting()
+    return ready(place.connection, [queue.name for queue in place.topology.queues])
 
 
 def total(place: Place) -> int:

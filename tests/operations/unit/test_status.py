@@ -2,7 +2,8 @@
 
 from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.operations import status
-from celery_rabbitdelay.publishing.declaration import Backlog, Counts
+from celery_rabbitdelay.publishing.declaration import Backlog
+from celery_rabbitdelay.publishing.kombu_internals import Counts
 
 LAYOUT = custom([("hours", 6, 3600), ("minutes", 60, 60)])
 

@@ -11,9 +11,9 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.levels.topology import Binding, Topology
 from celery_rabbitdelay.operations import checks
-from celery_rabbitdelay.operations.findings import FAULTS, Severity, findings_of
 from celery_rabbitdelay.operations.inventory import Inventory, effective_policies
 from celery_rabbitdelay.operations.management import ManagementAPI, management_api_of
+from celery_rabbitdelay.operations.verify import FAULTS, Severity, findings_of
 
 REFERENCE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "command_line.md"
 
@@ -44,13 +44,13 @@ def test_the_reference_has_every_code() -> None:
     section = REFERENCE.read_text().partition("## `verify`")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`[a-z].*?) \| (\w+) \|", section, re.MULTILINE)
     told = {code: severity for codes, severity in rows for code in re.findall(r"`(.+?)`", codes)}
-    assert told == {code: fault.severity for code, fault in FAULTS.items()}
+    assert told == {code: fault["severity"] for code, fault in FAULTS.items()}
 
 
 def test_each_command_of_a_way_out_stands_in_backticks() -> None:
     # Those are run as they are printed, by tests/operations/integration/test_verify.py.
     for code, fault in FAULTS.items():
-        text = re.sub("`[^`]+`", "", fault.remedy)
+        text = re.sub("`[^`]+`", "", fault["remedy"])
         assert not re.search("rabbitmqctl|rabbitmq-|celery ", text), code
 
 
@@ -72,7 +72,7 @@ def test_a_binding_that_lets_tasks_out_or_strangers_in_is_found(
     topology = Topology()
     bindings = frozenset({*topology.bindings, Binding(source, pattern, target)})
     found = [
-        code for code, *_ in checks.check_bindings(topology, EMPTY._replace(bindings=bindings))
+        code for code, *_ in checks.check_strangers(topology, EMPTY._replace(bindings=bindings))
     ]
     assert found == ["binding-additional"] * is_found
 
@@ -133,17 +133,18 @@ def test_a_policy_matches_by_name_and_type() -> None:
         assert found == [{"expires": 1} if matches else {}], (apply_to, pattern)
 
 
-def test_a_remedy_outranks_the_policy_or_takes_all_that_harms_out_of_it() -> None:
+def test_a_remedy_outranks_the_policy() -> None:
     policies = (policy({"expires": 1, "max-length": 5, "queue-leader-locator": "balanced"}, 5000),)
     inventory = EMPTY._replace(queues={HOURS: queue_of(HOURS)}, policies=policies)
-    found = list(checks.check_policies(Topology(), inventory, (), "/"))
-    assert [(code, told["key"]) for code, _, told in found] == [
-        ("policy", "expires"),
-        ("policy", "max-length"),
-    ]
-    for _, _, told in found:
-        assert " --priority 5001 " in str(told["guard"])
-        assert str(told["without"]).endswith("""'{"queue-leader-locator": "balanced"}'""")
+    found = findings_of(
+        checks.check_policies(Topology(), inventory, (), bool), prefix="rabbitdelay", vhost="/"
+    )
+    assert [each.what.split()[-3] for each in found] == ["expires", "max-length"]
+    for each in found:
+        assert each.remedy.startswith(
+            "`rabbitmqctl set_policy -p / --priority 5001 --apply-to queues rabbitdelay "
+            """'^rabbitdelay\\.' '{"overflow": "reject-publish"}'`"""
+        )
 
 
 def test_findings_that_differ_in_their_subjects_alone_are_one_and_the_worst_comes_first() -> None:
@@ -160,7 +161,7 @@ def test_findings_that_differ_in_their_subjects_alone_are_one_and_the_worst_come
     assert [danger.subjects, other.subjects, note.subjects] == [("b",), ("a",), ("a", "b")]
     assert [each.severity for each in (danger, other, note)] == ["danger", "danger", "note"]
     assert danger.remedy == "add 'b' to rabbitdelay_may_refuse"
-    assert {fault.severity for fault in FAULTS.values()} == set(get_args(Severity))
+    assert {fault["severity"] for fault in FAULTS.values()} == set(get_args(Severity))
 
 
 def test_orphans_are_told_from_other_queues_by_name_and_dead_lettering() -> None:
@@ -171,8 +172,13 @@ def test_orphans_are_told_from_other_queues_by_name_and_dead_lettering() -> None
         **dict.fromkeys(("rabbitdelay.eu.days.1", "other.weeks.1"), waits),
     }
     queues = {name: queue_of(name, arguments=own) for name, own in {**ours, **others}.items()}
-    found = checks.check_orphans(Topology(), EMPTY._replace(queues=queues))
-    assert [subject for _, subject, _ in found] == [f"queue {name}" for name in ours]
+    inventory = EMPTY._replace(queues=queues)
+    assert [*checks.orphans_of(Topology(), inventory)] == [*ours]
+    waiting = {"rabbitdelay.weeks.1": 3, "rabbitdelay.weeks.2": 0}
+    assert [*checks.check_orphans(Topology(), inventory, waiting)] == [
+        ("orphan", "queue rabbitdelay.weeks.1", {"messages": 3}),
+        ("orphan-empty", "queue rabbitdelay.weeks.2", {"messages": 0}),
+    ]
 
 
 def test_by_default_the_api_is_at_the_broker_s_host() -> None:
@@ -195,7 +201,7 @@ def test_late_probes_of_these_levels_are_found_and_that_no_worker_probes() -> No
     other = {"probe": {"prefix": "others", "late": {"days.x10": 61.0}}}
     late = {"days.x1": 61.0, "hours.x1": -2.0, "route": 0.1}
     workers: dict[str, Any] = {"one": {"probe": {"prefix": "ours", "late": late}}, "two": other}
-    ours = Settings(prefix="ours")
+    ours = Settings(prefix="ours", modules=("check-in", "distribution", "probe"))
     found = [subject for _, subject, _ in checks.check_probes(ours, {**workers, "three": {}})]
     assert found == ["level days.x1", "level hours.x1"]
     assert list(checks.check_probes(ours, {"two": other})) == [("probe-unknown", "ours", {})]

@@ -429,7 +429,7 @@ def test_undeliverable_messages_are_counted_redriven_and_deleted_as_many_as_were
     assert browser.json("/undeliverable", older_than="1d")["count"] == 0
     assert_harmless(browser.get("/undeliverable").text)
     counted = browser.json("/undeliverable/all", action="redrive", task="look")["report"]
-    assert (counted["matched"], counted["removed"]) == (3, 3)
+    assert (counted["matched"], counted["moved"]) == (3, 3)
     assert count(connection, f"{shop.rabbitdelay.topology.prefix}.undeliverable") == 5
 
     nowhere = {"action": "redrive", "to": f"nowhere-{uuid4().hex}", "task": "look"}

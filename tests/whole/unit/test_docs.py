@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import celery_rabbitdelay
+import celery_rabbitdelay.additions
 import celery_rabbitdelay.exceptions
 import celery_rabbitdelay.kombu
 import celery_rabbitdelay.testing
@@ -73,7 +74,8 @@ def test_the_reference_has_every_setting() -> None:
 def test_the_page_of_the_api_has_every_public_name() -> None:
     page = API.read_text()
     directive = r"auto(?:class|function|exception):: {}\.([A-Za-z_]+)$"
-    for module in (celery_rabbitdelay, celery_rabbitdelay.kombu, celery_rabbitdelay.testing):
+    others = celery_rabbitdelay.kombu, celery_rabbitdelay.additions, celery_rabbitdelay.testing
+    for module in (celery_rabbitdelay, *others):
         public = set(module.__all__) - set(celery_rabbitdelay.exceptions.__all__) - {"__version__"}
         modules = {name for name in public if inspect.ismodule(getattr(module, name))}
         for name in modules:
