@@ -210,13 +210,8 @@ def served_configuration(module_broker_url: str, redis_url: str) -> Iterator[dic
     Only for modules whose tests leave broker and worker alone. The worker takes pickle as well, and
     what a destination does not take is undeliverable at once.
     """
-    configuration = small_configuration(
-        module_broker_url,
-        redis_url,
-        accept_content=["json", "pickle"],
-        rabbitdelay_retry_for=0,
-        **OPEN,
-    )
+    own = {"accept_content": ["json", "pickle"], "rabbitdelay_retry_for": 0, **OPEN}
+    configuration = small_configuration(module_broker_url, redis_url, **own)
     with application(configuration), Worker(configuration):
         yield configuration
 

@@ -41,12 +41,8 @@ HOURS = [("hours", 8, 3600), ("parts", 8, 450), ("steps", 10, 45), ("ticks", 9, 
 @pytest.fixture(scope="module")
 def module_shop(module_broker_url: str, redis_url: str) -> Iterator[Any]:
     """An application with a registry; no worker serves it."""
-    settings = {
-        "rabbitdelay_registry_url": redis_url,
-        "rabbitdelay_layout": HOURS,
-        "rabbitdelay_track": "all",
-    }
-    with standing_shop(module_broker_url, redis_url, **settings) as app:
+    own: dict[str, Any] = {"rabbitdelay_registry_url": redis_url, "rabbitdelay_layout": HOURS}
+    with standing_shop(module_broker_url, redis_url, **own, rabbitdelay_track="all") as app:
         yield app
 
 
