@@ -5,6 +5,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tests.celery_commands import Program
 from tests.celery_process import CeleryProcess
 from tests.json_schemas import checked
@@ -68,6 +70,14 @@ def start_celery(
     """
     environment = {**os.environ, **ShopProcess.environment(configuration)}
     return subprocess.Popen(ShopProcess.celery(command), env=environment, text=True, **streams)
+
+
+def answers(url: str) -> bool:
+    """Return whether a server has this page."""
+    try:
+        return httpx.get(url).is_success
+    except httpx.TransportError:
+        return False
 
 
 class Beat(ShopProcess):

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from celery.bin.base import CLIContext
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.command.group import rabbitdelay
+from tests.json_schemas import invoke
 
 
 @pytest.fixture
@@ -28,8 +27,7 @@ def offline() -> Iterator[Callable[..., Result]]:
         app = Celery("shop", broker="amqp://guest:guest@127.0.0.1:1//", set_as_current=False)
         app.conf.update(settings)
         made.append(app)
-        context = CLIContext(app=app, no_color=True, workdir=None, quiet=False)
-        return CliRunner().invoke(rabbitdelay, arguments, obj=context)
+        return invoke(app, arguments)
 
     yield run
     for app in made:

@@ -17,7 +17,7 @@ from celery_rabbitdelay.testing import Server, wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE, free_port
 from tests import CACHE
 from tests.kernel.integration.notes import Notes
-from tests.kernel.integration.worker import Worker
+from tests.kernel.integration.worker import Worker, answers
 from tests.metrics.integration.metrics import PREFIX
 
 MONITORING = Path(__file__).resolve().parents[3] / "docs" / "monitoring"
@@ -83,10 +83,7 @@ class PrometheusServer(Server):
         ]
 
     def _ready(self) -> bool:
-        try:
-            return httpx.get(f"http://127.0.0.1:{self.port}/-/ready").is_success
-        except httpx.TransportError:
-            return False
+        return answers(f"http://127.0.0.1:{self.port}/-/ready")
 
 
 def test_prometheus_has_the_counts_the_alert_and_the_figures_of_the_dashboard(

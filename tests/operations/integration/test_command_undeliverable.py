@@ -17,9 +17,15 @@ from celery_rabbitdelay.publishing.message import Content, body_of
 from tests.json_schemas import checked
 from tests.kernel.integration.arrivals import count, take, wait_until_waiting
 from tests.kernel.integration.shop import named
-from tests.kernel.integration.unreadable import FAR_TIMESTAMP, Raw
 from tests.kernel.integration.worker import answer, run_command
-from tests.operations.integration.undeliverable_messages import declare_with, message, put, straight
+from tests.operations.integration.undeliverable_messages import (
+    FAR_TIMESTAMP,
+    Raw,
+    declare_with,
+    message,
+    put,
+    straight,
+)
 
 
 @pytest.fixture

@@ -245,10 +245,7 @@ def test_levels_that_differ_from_the_options_are_refused_and_described(
 def test_a_cancelled_task_stays_cancelled_after_the_migration(
     old: dict[str, Any], new: dict[str, Any], make_shop: Callable[..., Any]
 ) -> None:
-    registry = {
-        "rabbitdelay_registry_url": old["result_backend"],
-        "rabbitdelay_registry_options": {"socket_timeout": PATIENCE},
-    }
+    registry = {"rabbitdelay_registry_url": old["result_backend"]}
     before = make_shop(**{**old, **registry})
     notes = Notes(before)
     first, _ = (notes.send(each, delay=12, track=True) for each in ("cancelled", "runs"))

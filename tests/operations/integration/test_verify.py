@@ -11,13 +11,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from celery.bin.base import CLIContext
 from celery.platforms import EX_UNAVAILABLE
-from click.testing import CliRunner
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.command.group import rabbitdelay
 from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
@@ -27,12 +24,12 @@ from celery_rabbitdelay.publishing.declaration import declare_destination, queue
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application
 from tests.browser import Browser
-from tests.json_schemas import checked
-from tests.kernel.integration import faults
+from tests.json_schemas import checked, invoke
 from tests.kernel.integration.conftest import LEVELS
 from tests.kernel.integration.shop import make_app
 from tests.kernel.integration.worker import Worker, run_celery
 from tests.node_control import run_tool, set_disk_limit, set_memory_limit
+from tests.operations.integration import faults
 from tests.operations.integration.management import (
     QUORUM,
     Place,
@@ -135,8 +132,7 @@ def run_as_printed(place: Place, command: str) -> None:
         return
     assert arguments[:3] == ["-A", "proj", "rabbitdelay"]
     app = place.app(prefix="new" if "migrate" in arguments else "")
-    context = CLIContext(app=app, no_color=True, workdir=None, quiet=False)
-    told = CliRunner().invoke(rabbitdelay, arguments[3:], obj=context)
+    told = invoke(app, arguments[3:])
     # Of levels with other settings, migrate says which they have, or that nobody knows.
     names_them = "rabbitdelay_" in told.output
     assert told.exit_code == 0 or names_them, told.output

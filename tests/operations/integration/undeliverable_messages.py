@@ -1,6 +1,7 @@
 """Puts messages into ``undeliverable``, as accidents and as strangers do."""
 
-from typing import Any
+from struct import pack
+from typing import Any, Final
 
 import amqp
 from kombu import Connection
@@ -48,3 +49,26 @@ def declare_with(connection: Connection, topology: Topology, *queues: Any) -> No
     for queue in queues:
         queue(connection.default_channel).declare()
         bind_destination(connection, topology, queue.name)
+
+
+# Messages that Python cannot read, as another client may publish them.
+
+
+class Raw(amqp.Message):
+    """A message with these bytes for properties."""
+
+    def __init__(self, body: str, properties: bytes) -> None:
+        super().__init__(body)
+        self._raw = properties
+
+    def _serialize_properties(self) -> bytes:
+        return self._raw
+
+
+def headers_only(table: bytes) -> bytes:
+    """The properties of a message that has nothing but these headers, in AMQP's own bytes."""
+    return pack(">HI", 0x2000, len(table)) + table
+
+
+#: A timestamp in milliseconds, as if it were seconds: the year 55,840.
+FAR_TIMESTAMP: Final = headers_only(b"\x07sent-atT" + pack(">Q", 1_700_000_000_000))

@@ -7,37 +7,28 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery.bin.base import CLIContext
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from celery_rabbitdelay.command.group import rabbitdelay
-from tests.json_schemas import checked
+from tests import json_schemas
 from tests.kernel.integration.shop import PATIENCE
 from tests.kernel.integration.worker import Worker
 
 
 @pytest.fixture
 def configuration(configuration: dict[str, Any], redis_url: str) -> dict[str, Any]:
-    # Redis may take its time, as the machine may.
-    patient = {"socket_timeout": PATIENCE}
-    return {
-        **configuration,
-        "rabbitdelay_registry_url": redis_url,
-        "rabbitdelay_registry_options": patient,
-    }
+    return {**configuration, "rabbitdelay_registry_url": redis_url}
 
 
 def invoke(shop: Any, command: str, given: str = "") -> Result:
     """Run a command for an application, in this process, with that standard input."""
-    context = CLIContext(app=shop, no_color=True, workdir=None, quiet=False)
-    return CliRunner().invoke(rabbitdelay, command.split(), given, obj=context)
+    return json_schemas.invoke(shop, command.split(), given)
 
 
 def answer(shop: Any, command: str, schema: str, status: int = 0) -> dict[str, Any]:
     """Run a command with ``--json`` and return what it prints."""
     told = invoke(shop, f"{command} --json")
     assert told.exit_code == status, told.output
-    return checked(schema, told.stdout)
+    return json_schemas.checked(schema, told.stdout)
 
 
 def send(shop: Any, delay: float, **options: Any) -> str:

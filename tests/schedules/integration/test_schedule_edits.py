@@ -120,7 +120,7 @@ def test_a_put_whose_send_fails_stands_and_a_pause_meanwhile_is_kept(
 
 @pytest.mark.parametrize("pool", ["prefork", "solo"])
 def test_a_worker_that_stops_gives_the_lease_back(stage: Stage, pool: str) -> None:
-    stage.settings["imports"] = ["tests.kernel.integration.no_poll"]
+    stage.settings["imports"] = ["tests.schedules.integration.no_poll"]
     stage.edit("held", task="hold", overlap="skip")
     with Worker(stage.settings, None, "-P", pool) as worker:
         stage.until_given("held", 1)

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's use
 
 from celery_rabbitdelay.levels import headers as header_names
 from tests.kernel.integration.arrivals import wait_until_waiting
-from tests.kernel.integration.unreadable import FAR_TIMESTAMP, Raw
+from tests.operations.integration.undeliverable_messages import FAR_TIMESTAMP, Raw
 from tests.spark.integration.spark_apps import APP
 from tests.spark.integration.spark_fixtures import shop
 

@@ -15,11 +15,11 @@ from celery_rabbitdelay.kombu import Topology, binary
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.spark import dispatch
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer
-from tests.kernel.integration.tls import certificates, tls_node
 from tests.node_control import add_user
 from tests.redis_servers import ConfiguredRedis
 from tests.spark.integration.spark_fixtures import write
 from tests.told import told
+from tests.whole.integration.test_tls import certificates, tls_node
 
 __all__ = ["certificates", "tls_node"]
 

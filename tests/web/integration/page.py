@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-import httpx
 from kombu import Connection
 
 from tests.browser import quick_hash
 from tests.kernel.integration.conftest import application, small_configuration
 from tests.kernel.integration.shop import named
-from tests.kernel.integration.worker import ShopProcess
+from tests.kernel.integration.worker import ShopProcess, answers
 
 #: An operator, and the password.
 OPERATOR, PASSWORD = "ada", "correct horse"
@@ -48,14 +47,6 @@ def standing_shop(broker_url: str, redis_url: str, **settings: Any) -> Iterator[
         app.rabbitdelay.declare(connection)
         app.amqp.queues[named(app, "default")](connection.default_channel).declare()
         yield app
-
-
-def answers(url: str) -> bool:
-    """Return whether a server has this page."""
-    try:
-        return httpx.get(url).is_success
-    except httpx.TransportError:
-        return False
 
 
 class ServedPage(ShopProcess):

@@ -16,9 +16,9 @@ from tests.browser import ADDRESSES, Form, read
 from tests.celery_process import REPOSITORY
 from tests.documentation.page import blocks
 from tests.kernel.integration.shop import PATIENCE
-from tests.kernel.integration.worker import ShopProcess
+from tests.kernel.integration.worker import ShopProcess, answers
 from tests.operations.integration.undeliverable_messages import message, put, straight
-from tests.web.integration.page import HOUR, OPERATOR, PASSWORD, answers, standing_shop, with_users
+from tests.web.integration.page import HOUR, OPERATOR, PASSWORD, standing_shop, with_users
 
 #: The programs of the documentation, by the names of their files.
 PROGRAMS: Final = {

@@ -7,14 +7,13 @@ from typing import Any
 
 import click
 import pytest
-from celery.bin.base import CLIContext
 from celery.platforms import EX_UNAVAILABLE
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.additions import commands as all_commands
 from celery_rabbitdelay.command.group import rabbitdelay
-from tests.json_schemas import checked
+from tests import json_schemas
 from tests.kernel.integration.worker import run_command
 
 #: Nothing listens there.
@@ -78,8 +77,7 @@ def invoke(line: str, **settings: Any) -> Result:
     """Run a command of an application with these settings in this process."""
     app = Celery("shop", set_as_current=False)
     app.conf.update({**CONFIGURATION, **settings})
-    context = CLIContext(app=app, no_color=True, workdir=None, quiet=False)
-    told = CliRunner().invoke(rabbitdelay, shlex.split(line), obj=context)
+    told = json_schemas.invoke(app, shlex.split(line))
     app.close()
     return told
 
@@ -104,7 +102,7 @@ def test_without_a_broker_a_command_ends_with_one_line(line: str, says: str, url
     (error,) = told.stderr.splitlines()
     assert error.startswith(says)
     assert "secret" not in error
-    assert checked("error", told.stdout) == {"error": error.removeprefix("Error: ")}
+    assert json_schemas.checked("error", told.stdout) == {"error": error.removeprefix("Error: ")}
 
 
 @pytest.mark.parametrize(

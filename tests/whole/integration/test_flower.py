@@ -10,7 +10,7 @@ from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests import CACHE
 from tests.kernel.integration.notes import Notes
 from tests.kernel.integration.shop import PATIENCE, named
-from tests.kernel.integration.worker import ShopProcess, Worker
+from tests.kernel.integration.worker import ShopProcess, Worker, answers
 from tests.operations.integration.management import node
 
 __all__ = ["node"]
@@ -48,10 +48,7 @@ class Flower(ShopProcess):
         }
 
     def _ready(self) -> bool:
-        try:
-            return self.ask("healthcheck") == "OK"
-        except httpx.HTTPError:
-            return False
+        return answers(f"http://127.0.0.1:{self.port}/healthcheck")
 
 
 @pytest.fixture
@@ -59,7 +56,6 @@ def configuration(configuration: dict[str, Any], redis_url: str) -> dict[str, An
     return {
         **configuration,
         "rabbitdelay_registry_url": redis_url,
-        "rabbitdelay_registry_options": {"socket_timeout": PATIENCE},
         "task_send_sent_event": True,
         "worker_send_task_events": True,
     }

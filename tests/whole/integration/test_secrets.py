@@ -9,15 +9,13 @@ from urllib.request import urlopen
 from uuid import uuid4
 
 import pytest
-from celery.bin.base import CLIContext
-from click.testing import CliRunner
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay import Row
-from celery_rabbitdelay.command.group import rabbitdelay
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
+from tests.json_schemas import invoke
 from tests.kernel.integration.conftest import application, small_configuration
 from tests.kernel.integration.shop import PATIENCE, make_app
 from tests.kernel.integration.worker import Worker, run_celery
@@ -106,10 +104,7 @@ def by_command(app: Any, command: str) -> tuple[bool, str]:
     Returns:
         Whether it has succeeded, and all that it shows, also of what has led to its error.
     """
-    context = CLIContext(app, no_color=True, workdir=None)
-    result = CliRunner().invoke(
-        rabbitdelay, shlex.split(command), obj=context, input='{"args": []}\n'
-    )
+    result = invoke(app, shlex.split(command), '{"args": []}\n')
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
     error = "" if result.exception is None else told(result.exception)
     return result.exit_code == 0, f"{result.output}\n{result.stderr}\n{error}"
