@@ -11,7 +11,7 @@ from redis.crc import key_slot
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.headers import COPY, JOB, LIFE, MAX_FORMER, ONCE, ORDER, Mark
 from celery_rabbitdelay.registry import pauses
-from celery_rabbitdelay.registry.decision import Arrival, Ticket
+from celery_rabbitdelay.registry.decision import EMPTY, Arrival, Ticket, arrive
 from celery_rabbitdelay.registry.holding import _one
 from celery_rabbitdelay.registry.index import SHARDS, Kind, Names, shard_of
 from celery_rabbitdelay.registry.pauses import Pauses, Questions, paused_since
@@ -148,3 +148,12 @@ def test_redis_is_asked_once_a_second_and_what_it_said_last_counts_while_it_is_a
     assert redis.call_count == 3
     clock.now += 1
     assert paused.known() == {}
+
+
+def test_of_the_copies_of_what_was_put_back_one_runs_and_runs_again_if_it_is_redelivered() -> None:
+    put_back = Arrival("id", 1, once="queue", mark=Mark("message", 1), in_doubt=True)
+    first, copy = put_back.named(), put_back.named()
+    record, word = arrive(EMPTY, first, "run")
+    assert word == "run"
+    assert arrive(record, copy, "run")[1] == "duplicate"
+    assert arrive(record, put_back._replace(redelivered=True).named(), "run")[1] == "run"
