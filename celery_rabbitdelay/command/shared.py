@@ -243,9 +243,10 @@ def broker() -> Iterator[Connection]:
     another layout, messages or consumers where the command wants to declare or delete.
 
     Raises:
-        click.UsageError: The URL of the management API is malformed.
+        click.UsageError: The URL of the management API is malformed, or the application's delays
+            are not in RabbitMQ.
     """
-    connection = app().connection_for_write()
+    connection = delays().app.connection_for_write()
     try:
         with connection:
             yield connection

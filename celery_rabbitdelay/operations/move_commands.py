@@ -273,8 +273,10 @@ def _run(
                 return
             moved = mover.move(follow=follow)
     except shared.BROKER_ERRORS as error:
-        text = f"{mover.result.moved:,} messages are moved, the others are where they were: {error}"
-        shared.fail(error, text, EX_UNAVAILABLE)
+        why, moved_before = "cannot reach a broker", mover.result.moved
+        if moved_before:
+            why = f"{moved_before:,} messages are moved, the others are where they were"
+        shared.fail(error, f"{why}: {error}", EX_UNAVAILABLE)
     missing, unnamed = sorted(destinations.missing), sorted(destinations.unnamed)
     told = {**vars(moved), "missing_queues": missing, "unnamed_queues": unnamed}
     shared.answer(told, _lines(moved, missing, unnamed))

@@ -14,7 +14,7 @@ from kombu import Connection
 from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.exceptions import ConnectionLost, PublishError
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.publisher import Run
 from celery_rabbitdelay.schedules.recurrence import ALL, Occurrence, Recurrence
 from celery_rabbitdelay.testing import wait_for
 from tests.celery_process import CeleryProcess
@@ -103,7 +103,7 @@ def test_a_put_whose_send_fails_stands_and_a_pause_meanwhile_is_kept(
         raise ConnectionLost("", "", "RabbitMQ is away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Publisher, "publish_all", fail)
+        patch.setattr(Run, "go_on", fail)
         with pytest.raises(PublishError):
             stage.edit("edited", start=in_an_hour)
     found = schedules.get("a")

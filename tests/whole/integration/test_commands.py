@@ -30,8 +30,8 @@ LEAST: dict[str | None, tuple[str, ...]] = {
         *("schedules next some-name", "schedules pause some-name", "schedules put-beat"),
         *("schedules resume some-name", "schedules show some-name", "schedules trigger some-name"),
     ),
-    "Error: 0 messages are moved, ": ("adopt native", "adopt nservicebus"),
     "Error: cannot reach a broker: ": (
+        *("adopt native", "adopt nservicebus"),
         *("adopt eta some-queue", "migrate --from-prefix other --ignore-registry"),
         "transfer --from amqp://guest:secret@127.0.0.1:2//",
     ),

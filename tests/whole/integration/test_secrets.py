@@ -84,7 +84,7 @@ def configure(
             "rabbitdelay_confirm_timeout": 30 if password == PLANTED else 2,
             "rabbitdelay_registry_url": f"redis://:{password}@127.0.0.1:{redis.port}/0",
         }
-        return small_configuration(broker, redis_url, prefix, **{**given, **more})
+        return {**small_configuration(broker, redis_url, prefix), **given, **more}
 
     with application(configuration()):
         yield configuration
