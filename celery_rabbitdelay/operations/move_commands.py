@@ -10,6 +10,7 @@ from math import inf
 from threading import Event
 from typing import Any, Final, cast
 
+import amqp
 import celery
 import click
 from celery.platforms import EX_UNAVAILABLE
@@ -273,9 +274,9 @@ def _run(
                 return
             moved = mover.move(follow=follow)
     except shared.BROKER_ERRORS as error:
-        why, moved_before = "cannot reach a broker", mover.result.moved
-        if moved_before:
-            why = f"{moved_before:,} messages are moved, the others are where they were"
+        why = f"{mover.result.moved:,} messages are moved, the others are where they were"
+        if not (mover.result.moved or isinstance(error, amqp.AMQPError)):
+            why = "cannot reach a broker"
         shared.fail(error, f"{why}: {error}", EX_UNAVAILABLE)
     missing, unnamed = sorted(destinations.missing), sorted(destinations.unnamed)
     told = {**vars(moved), "missing_queues": missing, "unnamed_queues": unnamed}

@@ -43,6 +43,7 @@ def samples(metrics: Metrics, name: str = "sent") -> dict[tuple[str, ...], float
 def test_nothing_is_recorded_until_metrics_are_in_use() -> None:
     recorder = Recorder()
     recorder.record_send("remind", "mail", True, 0)
+    assert "metrics" not in vars(recorder)
     recorder.metrics.begin()
     assert samples(recorder.metrics) == {}
     recorder.record_send("remind", "mail", True, 0)
