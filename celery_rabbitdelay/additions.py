@@ -1,4 +1,4 @@
-"""What an addition of your own imports: see the page "Add your own" of the documentation."""
+"""The public names for additions of your own; the page "Add your own" is the guide."""
 
 from celery_rabbitdelay.app.additions import Entry, add
 from celery_rabbitdelay.app.seams import AddedToRows, AddedToSend, Addition, Send

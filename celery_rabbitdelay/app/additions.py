@@ -1,8 +1,9 @@
 """The additions to the kernel, as text: the kernel imports one of them where it is first used.
 
-An addition is a folder of this package, or a module of an application. What it brings stands in an
-:class:`Entry`; what it does where the kernel asks it, in an :class:`.Addition`. A folder that was
-deleted is an addition that is missing, and what needs it says so.
+An addition is a folder of this package, or a module of an application. An :class:`Entry` lists its
+settings, options, methods, bootsteps and commands; an :class:`.Addition` has the methods that the
+kernel calls. If a folder was deleted, its settings, options, methods and commands raise
+:class:`.AdditionMissing`. Applications import these names from :mod:`celery_rabbitdelay.additions`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from celery_rabbitdelay.exceptions import AdditionMissing
 
 
 class Entry(NamedTuple):
-    """What an addition brings. Classes are written ``"module:Class"``.
+    """The parts of an addition. Classes are written ``"module:Class"``.
 
     Attributes:
         name: The name of the addition: that of its folder.
@@ -30,9 +31,9 @@ class Entry(NamedTuple):
         consumer_steps: Bootsteps of a worker's consumer.
         worker_steps: Bootsteps of a worker.
         worker_options: Options of ``celery worker``, with their help; its bootsteps get them.
-        services: By the names that ``rabbitdelay_modules`` has for them, what makes the services
-            that a worker runs beside the modules: each is called as
-            :func:`.worker.bootsteps.module_service` is.
+        services: Services that a worker runs beside the modules, by their names in
+            ``rabbitdelay_modules``: functions that are called like
+            :func:`.worker.bootsteps.module_service`.
         commands: Commands of ``celery rabbitdelay``, by module. Each is a click command or group in
             that module, named with ``_`` in place of ``-``.
     """
@@ -149,7 +150,7 @@ commands: Final[dict[str, str]] = {
 #: The classes that have the attributes of ``app.rabbitdelay``, by the names of these.
 methods: Final[dict[str, str]] = {}
 
-#: What makes the services of a worker, by the names of these.
+#: The functions that make the services of a worker, by the names of the services.
 services: Final[dict[str, str]] = {}
 
 
@@ -157,11 +158,11 @@ def add(entry: Entry) -> None:
     """Add an addition, for applications that are made from now on.
 
     Args:
-        entry: What it brings.
+        entry: The parts of the addition.
 
     Raises:
-        ValueError: Another addition has a name of a setting, an option, an attribute, a command or
-            a service.
+        ValueError: Another addition has a setting, an option, an attribute, a command or a service
+            of the same name.
     """
     attributes = [name for names in entry.methods.values() for name in names]
     _refuse_taken(entry.settings, settings)

@@ -68,7 +68,7 @@ class Delays:
 
     Attributes:
         recorder: Records values in ``metrics`` once these are in use.
-        stand_in: What takes the messages instead of the broker, in tests; None outside of them.
+        stand_in: Takes the messages instead of the broker, in tests; None otherwise.
     """
 
     def __init__(self, app: DelayingCelery) -> None:
@@ -279,8 +279,8 @@ class Delays:
         """Let something else take all messages during a block.
 
         Args:
-            stand_in: What takes them.
-            instead: What makes a :meth:`part`, instead of what else makes it.
+            stand_in: Takes the messages.
+            instead: Replaces the functions that make a :meth:`part`, by these functions.
         """
         former = self.stand_in, self._instead, self._parts
         self.stand_in, self._instead, self._parts = stand_in, instead, {}

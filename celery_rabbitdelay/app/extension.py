@@ -105,9 +105,11 @@ class RabbitDelay(Added, Delays):
             NoPublisherFree: As there.
         """
         pipeline = current_pipeline(self, connection)
-        is_lent = self.stand_in is None and pipeline is not None and pipeline.has_publisher
-        given = pipeline.lent() if is_lent and pipeline else super().publisher(connection, timeout)
-        with given as publisher:
+        if pipeline is not None and pipeline.has_publisher:
+            borrowed = pipeline.lent()
+        else:
+            borrowed = super().publisher(connection, timeout)
+        with borrowed as publisher:
             yield publisher
 
     def check(self, timeout: float = 1.0) -> None:

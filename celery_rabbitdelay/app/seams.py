@@ -15,6 +15,7 @@ from celery.result import AsyncResult
 
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.publishing.message import WaitingMessage
@@ -22,7 +23,6 @@ from celery_rabbitdelay.publishing.producer import Delayed
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.publishing.message import Content
-
 
 #: The headers of a call that needs none of its own.
 NO_HEADERS: Final[Mapping[str, str]] = {}
@@ -75,7 +75,7 @@ class Send:
 
 
 class AddedToSend:
-    """What an addition does with one send; by default nothing."""
+    """An addition's part in one send; each method does nothing by default."""
 
     @property
     def is_alone(self) -> bool:
@@ -95,7 +95,7 @@ class AddedToSend:
 
 
 class AddedToRows(Protocol):
-    """What an addition does with the rows of a ``send_many``, which it knows by their numbers."""
+    """An addition's part in a ``send_many``. Rows are known by their numbers, counted from 0."""
 
     @property
     def shared_headers(self) -> Mapping[str, Any]:
@@ -124,7 +124,7 @@ class AddedToRows(Protocol):
 
 
 class Addition:
-    """What an addition does where the kernel asks it; by default nothing.
+    """Base class of additions. The kernel calls its methods, which do nothing by default.
 
     Args:
         delays: The application's delay levels.
@@ -190,7 +190,7 @@ class Addition:
         Raises:
             UnprocessableMessage: The addition did not send this message.
         """
-        raise NotImplementedError
+        raise UnprocessableMessage("no addition has sent it")
 
     def revoked(self, task_ids: Sequence[str]) -> None:
         """Note that Celery's ``revoke`` is called."""
@@ -220,10 +220,10 @@ class Addition:
         return {}
 
     def problems(self) -> Iterator[tuple[str, str, Mapping[str, object]]]:
-        """Yield what ``celery rabbitdelay verify`` tells.
+        """Yield findings for ``celery rabbitdelay verify``.
 
-        Each is the code of a finding (``operations/findings.toml``), what it is
-        about, and the values that its text names.
+        Each finding is its code in ``operations/findings.toml``, its subject, and the values that
+        its text names.
         """
         yield from ()
 
@@ -236,36 +236,29 @@ def additions_of(delays: Delays) -> Sequence[Addition]:
     return delays.part(_turned_on)
 
 
-def addition_of_option(delays: Delays, option: str) -> Addition:
-    """Return the addition that has brought an option of ``apply_async``.
-
-    Raises:
-        AdditionMissing: Its folder was deleted.
-    """
-    made: Addition = delays.part(additions.load(additions.options[option].hooks))
-    return made
-
-
 def checked_added_options(options: Mapping[str, Any], delays: Delays) -> dict[str, Any]:
     """Return those of a send's options that additions have brought, checked by them.
 
-    Celery silently drops unknown options. Whoever passes one of these relies on it, so passing it
-    where it has no effect is an error, with a delay and without one.
+    Celery silently drops unknown options. Callers rely on the options that they pass, so an option
+    that would have no effect is an error, with a delay and without one.
 
     Args:
         options: What ``apply_async`` takes, without stamps of such names.
-        delays: The application's delay levels, whose settings are only read if
-            there is such an option.
+        delays: The application's delay levels. Their settings are only read if there is such an
+            option.
 
     Raises:
-        RabbitDelayError: What the addition raises: :class:`.UnknownOption` for a value that it does
-            not take, :class:`.RegistryRequired` where there is no registry.
+        UnknownOption: The addition does not take the value.
+        RegistryRequired: The option needs a registry, and there is none.
         AdditionMissing: Its folder was deleted.
     """
     given = {name: options[name] for name in additions.options if options.get(name) is not None}
-    for addition in {addition_of_option(delays, name) for name in given}:
-        own = (name for name in given if addition_of_option(delays, name) is addition)
-        addition.check({name: given[name] for name in own})
+    by_hooks: dict[str, dict[str, Any]] = {}
+    for name, value in given.items():
+        by_hooks.setdefault(additions.options[name].hooks, {})[name] = value
+    for hooks, own in by_hooks.items():
+        addition: Addition = delays.part(additions.load(hooks))
+        addition.check(own)
     return given
 
 

@@ -1,6 +1,6 @@
 """The ``rabbitdelay_*`` keys of the Celery configuration: what they mean and what they take.
 
-The kernel's settings are one group, and those of each addition another one.
+The kernel's settings form one group, and the settings of each addition another one.
 """
 
 from __future__ import annotations
