@@ -204,6 +204,7 @@ class Registration(NamedTuple):
         name: The task's name, if the task is tracked; otherwise empty.
         job: The job that it was sent with, likewise.
         message: What it takes to send the task anew, likewise.
+        queue: The queue that gets it when it is due, likewise; empty if its exchange routes it.
     """
 
     task_id: str
@@ -215,13 +216,15 @@ class Registration(NamedTuple):
     name: str = ""
     job: str = ""
     message: str = ""
+    queue: str = ""
 
     @classmethod
     def of(cls, task_id: str, headers: DelayHeaders, name: str = "", message: str = "") -> Self:
         """Return that of a message by its headers; ``name`` and ``message`` of a tracked task."""
         sent = Arrival.of(headers, headers.due_ms or 0, "", redelivered=False)
         of_message = sent.copy, sent.due_ms, sent.attempt, sent.ticket, sent.key
-        return cls(task_id, *of_message, name, sent.job if name else "", message)
+        job, queue = (sent.job, headers.queue or "") if name else ("", "")
+        return cls(task_id, *of_message, name, job, message, queue)
 
 
 class Decision(NamedTuple):

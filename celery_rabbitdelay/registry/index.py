@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby, islice
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, Self, TypeAlias
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.registry.store import Answers, Store
+from celery_rabbitdelay.registry.store import Answers, ScriptCall, Store
 
 #: How many hash tags there are.
 SHARDS: Final = 32
@@ -23,7 +23,7 @@ SHARDS: Final = 32
 #: ``key=`` and ``unique="first"``; a job; a rate that several senders share; a schedule, the
 #: occurrence of it that runs, the one that runs next, and those that have run. The scripts write
 #: some of them as well.
-Kind: TypeAlias = Literal[
+KeyKind: TypeAlias = Literal[
     "task", "message", "key", "sending", "job", "rate", "schedule", "running", "queued", "ran"
 ]
 
@@ -37,8 +37,8 @@ class Names(NamedTuple):
 
     prefix: str
 
-    def of(self, kind: Kind, name: str) -> str:
-        """Return the key of a task by its id, of a job by its name, and so on; see :data:`Kind`."""
+    def of(self, kind: KeyKind, name: str) -> str:
+        """Return the key of a task by its id, of a job by its name, ...; see :data:`KeyKind`."""
         return f"{self.prefix}:{{{shard_of(name)}}}:{kind}:{name}"
 
     def only(self, what: str) -> str:
@@ -55,19 +55,23 @@ class Names(NamedTuple):
         """Yield the keys of all shards' lists of open jobs; ``job.lua`` writes the same names."""
         return (f"{self.prefix}:{{{shard}}}:open-jobs" for shard in range(SHARDS))
 
-    def due(self, shard: int, task: str | None = None, job: str | None = None) -> str:
-        """Return the key of one shard's index by due time: of all tasks, of a task's, of a job's.
+    def due(self, shard: int, kind: Kind | None = None, job: str | None = None) -> str:
+        """Return the key of one shard's index by due time: of all tasks, of a kind, of a job.
 
         The scripts write the same names, in ``shared.lua``.
         """
         index = f"{self.prefix}:{{{shard}}}:due"
-        if task is not None:
-            return f"{index}:task:{task}"
+        if kind is not None:
+            return f"{index}:kind:{kind.text}"
         return index if job is None else f"{index}:job:{job}"
 
-    def all_due(self, task: str | None = None, job: str | None = None) -> Iterator[str]:
+    def kinds(self) -> Iterator[str]:
+        """Yield the keys of all shards' kinds; the scripts write the same names."""
+        return (f"{self.prefix}:{{{shard}}}:kinds" for shard in range(SHARDS))
+
+    def all_due(self, kind: Kind | None = None, job: str | None = None) -> Iterator[str]:
         """Yield the keys of all shards' indexes."""
-        return (self.due(shard, task, job) for shard in range(SHARDS))
+        return (self.due(shard, kind, job) for shard in range(SHARDS))
 
 
 def shard_of(name: str) -> int:
@@ -76,9 +80,36 @@ def shard_of(name: str) -> int:
     return zlib.crc32(name.encode("utf-8", "surrogatepass")) % SHARDS
 
 
+class Kind(NamedTuple):
+    """The kind of a tracked task, by which it is indexed.
+
+    Attributes:
+        task: The task's name.
+        queue: The queue that gets the task when it is due; empty if the exchange routes it.
+    """
+
+    task: str
+    queue: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Read what :attr:`text` returns."""
+        length, _, rest = text.partition(":")
+        return cls(rest[int(length) :], rest[: int(length)])
+
+    @property
+    def text(self) -> str:
+        """The kind in the keys and the records of the registry."""
+        return f"{len(self.queue)}:{self.queue}{self.task}"
+
+
 #: How many tasks of each shard are read at once; of those that come first, fewer.
 PAGE: Final = 100
 FIRST: Final = 8
+
+#: How many kinds of tasks are counted one by one, unless a call says so; and all there may be.
+MOST_KINDS: Final = 200
+ALL_KINDS: Final = 1_000_000
 
 #: How many tasks are read, in vain, for one batch.
 READ: Final = 1_000
@@ -98,6 +129,8 @@ class Filter(NamedTuple):
         due_before_ms: They are due earlier than that.
         key_start: The text that their keys begin with.
         sent_before_ms: They were sent earlier than that, by the clock of the Redis that has them.
+        kinds: They are of one of these kinds.
+        where: Returns whether a task is meant that all else allows.
     """
 
     task: str | None = None
@@ -107,6 +140,13 @@ class Filter(NamedTuple):
     due_before_ms: int | None = None
     key_start: str | None = None
     sent_before_ms: int | None = None
+    kinds: frozenset[Kind] | None = None
+    where: Callable[[Pending], bool] | None = None
+
+    @property
+    def is_of_kinds(self) -> bool:
+        """Whether only tasks of some kinds are meant."""
+        return self.task is not None or self.kinds is not None
 
     def scores(self, least_ms: int) -> tuple[int, str]:
         """Return the lowest and the highest score, as Redis takes them.
@@ -120,19 +160,23 @@ class Filter(NamedTuple):
     @property
     def needs_records(self) -> bool:
         """Whether no index holds just these tasks, so that each task's record is read."""
-        by_record = self.key, self.key_start, self.sent_before_ms
-        return by_record != (None, None, None) or None not in (self.task, self.job)
+        by_record = self.key, self.key_start, self.sent_before_ms, self.where
+        return any(each is not None for each in by_record) or (
+            self.is_of_kinds and self.job is not None
+        )
 
     def matches(self, task: Pending) -> bool:
         """Return whether a task matches."""
         return (
             self.task in (None, task.task)
+            and (self.kinds is None or Kind(task.task, task.queue) in self.kinds)
             and self.key in (None, task.key)
             and self.job in (None, task.job)
             and (self.key_start is None or _begins(task.key, self.key_start))
             and (self.due_after_ms is None or milliseconds_of(task.due) >= self.due_after_ms)
             and _is_before(task.due, self.due_before_ms)
             and _is_before(task.sent, self.sent_before_ms)
+            and (self.where is None or self.where(task))
         )
 
 
@@ -160,6 +204,7 @@ class Pending(NamedTuple):
         key: The key that it was sent with; None if it has none.
         job: The job that it was sent with, likewise.
         sent: When it was sent; None if a version noted it that did not say so.
+        queue: The queue that gets it when it is due; empty if its exchange routes it.
     """
 
     task_id: str
@@ -168,6 +213,38 @@ class Pending(NamedTuple):
     key: str | None
     job: str | None
     sent: datetime | None = None
+    queue: str = ""
+
+
+class KindCounts(NamedTuple):
+    """How many tracked tasks of a kind wait.
+
+    Attributes:
+        kind: The kind.
+        total: How many wait, with those that are overdue.
+        next_due_ms: When the first is due of those that are not due at the first of the instants
+            that were asked about; None if there is none.
+        cancelled: How many are cancelled, and their messages are not due at that instant.
+        before: How many are due before each of those instants.
+    """
+
+    kind: Kind
+    total: int
+    next_due_ms: int | None
+    cancelled: int
+    before: list[int]
+
+
+class Summary(NamedTuple):
+    """How many tracked tasks of all kinds wait.
+
+    Attributes:
+        kinds: The kinds, that with the most tasks first.
+        left_out: How many tasks are of further kinds, which are not counted one by one.
+    """
+
+    kinds: list[KindCounts]
+    left_out: int
 
 
 @dataclass(frozen=True)
@@ -195,6 +272,28 @@ class Index:
 
         _, since = self.store.commands(lambda pipe: (pipe.set(key, now, nx=True), pipe.get(key)))
         return instant_of(int(since))
+
+    def summary(self, instants_ms: Sequence[int], most: int = MOST_KINDS) -> Summary:
+        """Count the tasks that wait, by their kinds, in one round trip.
+
+        Args:
+            instants_ms: Instants in their order, in milliseconds since 1970-01-01 UTC; at least
+                one. See :class:`KindCounts`.
+            most: How many kinds are counted one by one at most.
+        """
+        arguments = [(self.least_ms(), most, *instants_ms)]
+        calls = [ScriptCall("summary", [name], arguments) for name in self.names.kinds()]
+        found: dict[str, list[KindCounts]] = {}
+        left_out = 0
+        for others, kinds in self.store.call_each(calls):
+            left_out += others
+            for text, total, next_due, cancelled, *before in kinds:
+                next_ms = int(next_due) if next_due else None
+                counts = KindCounts(Kind.of(text), total, next_ms, cancelled, before)
+                found.setdefault(text, []).append(counts)
+        kinds = sorted(map(_sum, found.values()), key=lambda each: -each.total)
+        left_out += sum(each.total for each in kinds[most:])
+        return Summary(kinds[:most], left_out)
 
     def pending(self, wanted: Filter) -> Iterator[Pending]:
         """Yield the tasks in the order in which they are due, reading some at a time."""
@@ -231,9 +330,9 @@ class Index:
         """Return those of some tasks that are tracked and wait."""
         records = self.fields(task_ids, *_SHOWN, "due", "not_before")
         return [
-            _pending(task_id, max(int(due), int(later or 0)), name, *shown)
-            for task_id, (name, *shown, due, later) in zip(task_ids, records, strict=True)
-            if name is not None
+            _pending(task_id, max(int(due), int(later or 0)), kind, *shown)
+            for task_id, (kind, *shown, due, later) in zip(task_ids, records, strict=True)
+            if kind is not None
         ]
 
     def messages(self, task_ids: Sequence[str]) -> list[str | None]:
@@ -259,14 +358,16 @@ class Index:
 
     def counts(self, wanted: Sequence[Filter]) -> list[int]:
         """Return how many tasks of each filter wait, in one round trip; none may need records."""
-        least_ms = self.least_ms()
+        least_ms, kinds = self.least_ms(), self._kinds(wanted)
         ranges = [
-            (name, *each.scores(least_ms))
+            [(name, *each.scores(least_ms)) for name in self._indexes(each, kinds)]
             for each in wanted
-            for name in self.names.all_due(each.task, each.job)
         ]
-        found = self.store.commands(lambda pipe: [pipe.zcount(*each) for each in ranges])
-        return [sum(found[start : start + SHARDS]) for start in range(0, len(found), SHARDS)]
+        counts = self.store.commands(
+            lambda pipe: [pipe.zcount(*each) for of_one in ranges for each in of_one]
+        )
+        found = iter(counts)
+        return [sum(islice(found, len(of_one))) for of_one in ranges]
 
     def forecast(self, wanted: Filter, start_ms: int, step_ms: int) -> Iterator[tuple[int, int]]:
         """Yield for each step in which tasks are due its start in milliseconds, and how many.
@@ -292,7 +393,7 @@ class Index:
 
     def _due(self, wanted: Filter, after: tuple[int, str] | None) -> Iterator[tuple[int, str]]:
         """Yield due times and ids in order; each shard is read page by page."""
-        names = [*self.names.all_due(wanted.task, None if wanted.task else wanted.job)]
+        names = self._indexes(wanted, self._kinds([wanted]))
         least_ms, _ = wanted.scores(self.least_ms())
         last: tuple[float, str] = (least_ms - 0.5, "")
         if after is not None:
@@ -326,12 +427,34 @@ class Index:
                 return
             rank, overlap, size = start + len(page), 1, min(2 * size, PAGE)
 
+    def _kinds(self, wanted: Sequence[Filter]) -> list[Kind]:
+        """Return all kinds of which tasks wait; none if that does not matter."""
+        if not any(each.task is not None for each in wanted):
+            return []
+        return [each.kind for each in self.summary([0], ALL_KINDS).kinds]
+
+    def _indexes(self, wanted: Filter, kinds: Sequence[Kind]) -> list[str]:
+        """Return the keys of the indexes that have the tasks of a filter, and perhaps others.
+
+        Args:
+            wanted: The filter.
+            kinds: All kinds, if it has a name of tasks.
+        """
+        if not wanted.is_of_kinds:
+            return [*self.names.all_due(None, wanted.job)]
+        chosen = kinds if wanted.kinds is None else sorted(wanted.kinds)
+        named = (each for each in chosen if wanted.task in (None, each.task))
+        return [key for kind in named for key in self.names.all_due(kind)]
+
     def _by_rarer(self, wanted: Filter) -> Filter:
-        """Return a filter by the task's name or by the job, whichever fewer tasks have."""
-        if wanted.task is None or wanted.job is None:
+        """Return a filter by the kinds of tasks or by the job, whichever fewer tasks have."""
+        if not wanted.is_of_kinds or wanted.job is None:
             return wanted
-        of_task, of_job = self.counts([wanted._replace(job=None), wanted._replace(task=None)])
-        return wanted._replace(job=None) if of_task <= of_job else wanted._replace(task=None)
+        by_kind, by_job = wanted._replace(job=None), wanted._replace(task=None, kinds=None)
+        of_kind, of_job = self.counts(
+            [each._replace(key=None, where=None) for each in (by_kind, by_job)]
+        )
+        return by_kind if of_kind <= of_job else by_job
 
     def _page(self, name: str, start: int, end: int) -> list[tuple[int, str]]:
         """Return the tasks of these ranks."""
@@ -342,10 +465,10 @@ class Index:
 
     def _records(self, page: list[tuple[int, str]], wanted: Filter) -> Iterator[Pending]:
         records = self.fields([task_id for _, task_id in page], *_SHOWN)
-        for (due_ms, task_id), (name, *shown) in zip(page, records, strict=True):
-            if name is None:
+        for (due_ms, task_id), (kind, *shown) in zip(page, records, strict=True):
+            if kind is None:
                 continue  # it has arrived meanwhile
-            task = _pending(task_id, due_ms, name, *shown)
+            task = _pending(task_id, due_ms, kind, *shown)
             if wanted.matches(task):
                 yield task
 
@@ -356,14 +479,22 @@ class Index:
 
 
 #: The fields of a record that :func:`_pending` takes, in its order.
-_SHOWN: Final = ("name", "key", "job", "sent")
+_SHOWN: Final = ("kind", "key", "job", "sent")
 
 
 def _pending(
-    task_id: str, due_ms: int, name: str, key: str | None, job: str | None, sent: str | None
+    task_id: str, due_ms: int, kind: str, key: str | None, job: str | None, sent: str | None
 ) -> Pending:
-    since = instant_of(int(sent)) if sent else None
-    return Pending(task_id, name, instant_of(due_ms), key or None, job or None, since)
+    (task, queue), since = Kind.of(kind), instant_of(int(sent)) if sent else None
+    return Pending(task_id, task, instant_of(due_ms), key or None, job or None, since, queue)
+
+
+def _sum(counts: Sequence[KindCounts]) -> KindCounts:
+    """Return the sum of the counts of one kind."""
+    nexts = [each.next_due_ms for each in counts if each.next_due_ms is not None]
+    before = [sum(each) for each in zip(*(each.before for each in counts), strict=True)]
+    total, cancelled = sum(each.total for each in counts), sum(each.cancelled for each in counts)
+    return KindCounts(counts[0].kind, total, min(nexts, default=None), cancelled, before)
 
 
 def _is_before(instant: datetime | None, end_ms: int | None) -> bool:

@@ -24,6 +24,7 @@ from celery_rabbitdelay.modules.envelope import DICTIONARY
 from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.publishing.message import Content, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import Delayed
+from celery_rabbitdelay.registry.index import Kind
 from celery_rabbitdelay.registry.registry import Registry
 
 #: A deflate stream without a header (RFC 1951); the dictionary is that of envelopes. The window is
@@ -76,7 +77,7 @@ def _where(destination: str, queue: str | None, tolerance_ms: int) -> bytes:
 
 
 #: The fields of a record, as ``shared.lua`` names them.
-_FIELDS = ("cancelled", "ran", "waits", "due", "not_before", "order", "name", "key", "job", "sent")
+_FIELDS = ("cancelled", "ran", "waits", "due", "not_before", "order", "kind", "key", "job", "sent")
 
 
 class TaskState(Enum):
@@ -133,7 +134,7 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
         RegistryUnavailable: Redis did not answer, or the record cannot be read.
     """
     (found,) = registry.index.fields([task_id], *_FIELDS)
-    *numbers, name, key, job, sent = found
+    *numbers, kind, key, job, sent = found
     if not any(numbers):
         return None
     cancelled, ran, waits, due, not_before, order = numbers
@@ -155,6 +156,7 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
     except (TypeError, ValueError) as error:
         reason = f"the record of task {task_id} cannot be read: {error}"
         raise RegistryUnavailable(reason) from error
+    name = Kind.of(kind).task if kind else None
     return Record(state, due_ms, postponed_ms, name, key, job, sent_ms)
 
 

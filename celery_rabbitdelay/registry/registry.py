@@ -17,7 +17,7 @@ from celery_rabbitdelay.registry.decision import (
     Ticket,
     Verdict,
 )
-from celery_rabbitdelay.registry.index import SHARDS, Index, Kind, Names
+from celery_rabbitdelay.registry.index import SHARDS, Index, KeyKind, Kind, Names
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, Questions
 from celery_rabbitdelay.registry.store import UNREADABLE, ScriptCall, Store, readable
@@ -241,7 +241,7 @@ class Registry:
         fields = [
             (
                 *(each.copy, str(each.ticket.life), each.attempt, str(min(each.due_ms, latest))),
-                *(each.key, str(each.ticket.order), each.name, each.job, each.message),
+                *(each.key, str(each.ticket.order), _kind(each), each.job, each.message),
             )
             for each in registrations
         ]
@@ -352,7 +352,8 @@ class Registry:
             call = ScriptCall("postpone", [record], arguments, self.keep_ms, shared)
             ((word, *more),) = self.store.call_durably([call])
             if word == "earlier":
-                return Earlier(*more)
+                kind, message = more
+                return Earlier(Kind.of(kind).task if kind else "", message)
             if word != "key":
                 return Outcome(word)
             (key,) = more
@@ -366,7 +367,7 @@ class Registry:
         """
         return self.store.alone(self.names.of("sending", key), SENDING_LEASE)
 
-    def _keys(self, kind: Kind, names: Sequence[str]) -> list[str]:
+    def _keys(self, kind: KeyKind, names: Sequence[str]) -> list[str]:
         return [self.names.of(kind, each) for each in names]
 
 
@@ -377,3 +378,8 @@ _WORDS: Final = {
     JobState.OPEN: "later",
     JobState.ABORTED: "expired",
 }
+
+
+def _kind(sent: Registration) -> str:
+    """Return what a task is indexed by; empty if it is not tracked."""
+    return Kind(sent.name, sent.queue).text if sent.name else ""

@@ -154,7 +154,8 @@ class RowRegistration:
                 message = stored(delayed, content(), call.due.tolerance_ms)
         ticket, key = Ticket.of(call.headers), call.headers.get(KEY, "")
         self._sent[row] = Registration(
-            call.task_id, copy, call.due.at_ms, "0.0", ticket, key, name, job, message
+            *(call.task_id, copy, call.due.at_ms, "0.0", ticket, key, name, job, message),
+            delayed.message.headers.queue or "",
         )
 
     def ended(self, rows: Iterable[int], is_confirmed: bool) -> None:

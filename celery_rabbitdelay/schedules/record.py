@@ -230,7 +230,8 @@ def send_all(delays: Delays, messages: Sequence[Delayed]) -> None:
 def _registration(delayed: Delayed) -> Registration:
     copy = str(delayed.message.headers.registry[COPY])
     made = Registration(delayed.task_id, copy, _due_ms(delayed))
-    return made._replace(name=task_of(delayed), message=stored(delayed))
+    queue = delayed.message.headers.queue or ""
+    return made._replace(name=task_of(delayed), message=stored(delayed), queue=queue)
 
 
 def _due_ms(delayed: Delayed) -> int:

@@ -22,7 +22,7 @@ from celery_rabbitdelay.registry.decision import (
     Ticket,
     new_copy,
 )
-from celery_rabbitdelay.registry.index import Filter, Index, Part
+from celery_rabbitdelay.registry.index import Filter, Index, Kind, Part
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses
 from celery_rabbitdelay.registry.registry import NOTE_MS, Earlier, Registry
@@ -110,7 +110,8 @@ class RecordedRegistry(Registry):
         if record.waits is not None:
             known |= {"waits": ".".join(record.waits), "due": record.due, "order": record.order}
         if listing is not None:
-            known |= {"name": listing.name, "job": listing.job, "sent": noted.sent_ms}
+            kind = Kind(listing.name, listing.queue).text
+            known |= {"kind": kind, "job": listing.job, "sent": noted.sent_ms}
         known["key"] = noted.key or None
         return {name: str(value) for name, value in known.items() if value is not None}
 

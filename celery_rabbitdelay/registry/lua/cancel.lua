@@ -8,6 +8,17 @@
 
 local note_ms, notes, now_ms = tonumber(ARGV[3]), ARGV[4] == '1', clock()
 
+-- Until its message is due, which is dropped then, a cancelled task is counted by its kind.
+local function list_cancelled(record, due)
+  local kind = redis.call('HGET', record, 'kind')
+  if kind then
+    local index = tag_of(record) .. 'cancelled:' .. kind
+    redis.call('ZREMRANGEBYSCORE', index, '-inf', string.format('(%.0f', now_ms))
+    redis.call('ZADD', index, due, id_of(record))
+    keep(index, tonumber(due), now_ms)
+  end
+end
+
 local function cancel(record)
   local cancelled, not_before, ran, waits, due, order, key =
     unpack(redis.call('HMGET', record, 'cancelled', 'not_before', 'ran', 'waits', 'due', 'order', 'key'))
@@ -22,6 +33,7 @@ local function cancel(record)
   local last = math.max(tonumber(due or '0'), tonumber(not_before or '0'), now_ms)
   keep(record, last + (waits and keep_ms or note_ms), now_ms)
   if waits then
+    list_cancelled(record, due)
     settle(record)
   end
   return outcome == 'done' and key and 'done ' .. order .. ' ' .. key or outcome

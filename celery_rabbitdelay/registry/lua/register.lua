@@ -1,17 +1,19 @@
 -- Note messages that were sent, once RabbitMQ has confirmed them.
 --
 -- KEYS  the record of each task
--- ARGV  for each message: copy, life, attempt, due, key, order, name, job, message; name is empty if the
+-- ARGV  for each message: copy, life, attempt, due, key, order, kind, job, message; kind is empty if the
 --       task is not tracked
 -- Returns for each message the state of its task: "waiting", "arrived" (this message was let run
 -- already), "released" (another message of the attempt was) or "cancelled".
 
 local now_ms = clock()
-local listed = {}
+local listed, kinds = {}, {}
 
-local function list(record, name, job, score)
-  local id = id_of(record)
-  for _, key in ipairs(indexes(record, name, job)) do
+local function list(record, kind, job, score)
+  local id, due = id_of(record), indexes(record, kind, job)
+  kinds[due[1]] = kinds[due[1]] or {}
+  kinds[due[1]][kind] = true
+  for _, key in ipairs(due) do
     local entries = listed[key] or {}
     listed[key] = entries
     table.insert(entries, score)
@@ -19,10 +21,10 @@ local function list(record, name, job, score)
   end
 end
 
-local function register(record, copy, life, attempt, due, key, order, name, job, message)
+local function register(record, copy, life, attempt, due, key, order, kind, job, message)
   local full = attempt_in(life, copy, attempt)
-  local cancelled, not_before, winner, waits, first_due, listed_name, sent = unpack(redis.call(
-    'HMGET', record, 'cancelled', 'not_before', 'won:' .. full, 'waits', 'due', 'name', 'sent'))
+  local cancelled, not_before, winner, waits, first_due, listed_kind, sent = unpack(redis.call(
+    'HMGET', record, 'cancelled', 'not_before', 'won:' .. full, 'waits', 'due', 'kind', 'sent'))
   if is_cancelled(cancelled, life) then
     return 'cancelled'
   end
@@ -35,7 +37,7 @@ local function register(record, copy, life, attempt, due, key, order, name, job,
   if waits == full and tonumber(first_due) < tonumber(due) then
     due = first_due
   end
-  if listed_name then
+  if listed_kind then
     unlist(record)
   end
   local fields = {'waits', full, 'copy', copy, 'due', due}
@@ -44,16 +46,16 @@ local function register(record, copy, life, attempt, due, key, order, name, job,
   elseif waits then
     redis.call('HDEL', record, 'key', 'order')
   end
-  if name ~= '' then
+  if kind ~= '' then
     local at = #fields
-    fields[at + 1], fields[at + 2] = 'name', name
+    fields[at + 1], fields[at + 2] = 'kind', kind
     fields[at + 3], fields[at + 4] = 'sent', waits == full and sent or string.format('%.0f', now_ms)
     if job ~= '' then
       fields[at + 5], fields[at + 6] = 'job', job
     end
     local lives = math.max(tonumber(due) + keep_ms, now_ms + 1000)
     redis.call('SET', message_of(record), message, 'PXAT', by_redis(lives))
-    list(record, name, job, math.max(tonumber(due), tonumber(not_before or '0')))
+    list(record, kind, job, math.max(tonumber(due), tonumber(not_before or '0')))
   end
   redis.call('HSET', record, unpack(fields))
   return 'waiting'
@@ -73,5 +75,12 @@ for key, entries in pairs(listed) do
   redis.call('ZREMRANGEBYSCORE', key, '-inf', string.format('(%.0f', now_ms - keep_ms))
   redis.call('ZADD', key, unpack(entries))
   keep(key, last + keep_ms, now_ms)
+  if kinds[key] then
+    local known = tag_of(key) .. 'kinds'
+    for kind in pairs(kinds[key]) do
+      redis.call('SADD', known, kind)
+    end
+    keep(known, last + keep_ms, now_ms)
+  end
 end
 return cjson.encode(states)

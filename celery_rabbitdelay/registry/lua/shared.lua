@@ -14,7 +14,7 @@
 --   copy           the name of the message that was registered last
 --   due            when the first of its messages is due
 --   key, order     its key, and its order among the tasks of that key
---   name, job      of a tracked task: what it is indexed by
+--   kind, job      of a tracked task: what it is indexed by; the kind is its name and its queue
 --   sent           likewise: when its first message was registered
 --
 -- What it takes to send a tracked task anew is a text beside its record, which stays small that way.
@@ -73,12 +73,16 @@ local function keep(key, until_ms, now_ms)
   end
 end
 
-local function indexes(record, name, job)
-  local index = string.match(record, '^(.-}):') .. ':due'
+local function tag_of(key)
+  return string.match(key, '^(.-}:)')
+end
+
+local function indexes(record, kind, job)
+  local index = tag_of(record) .. 'due'
   if job and job ~= '' then
-    return {index, index .. ':task:' .. name, index .. ':job:' .. job}
+    return {index, index .. ':kind:' .. kind, index .. ':job:' .. job}
   end
-  return {index, index .. ':task:' .. name}
+  return {index, index .. ':kind:' .. kind}
 end
 
 local function id_of(record)
@@ -91,12 +95,12 @@ end
 
 -- Take a task from the lists of those that wait.
 local function unlist(record)
-  local name, job = unpack(redis.call('HMGET', record, 'name', 'job'))
-  if name then
-    for _, key in ipairs(indexes(record, name, job)) do
+  local kind, job = unpack(redis.call('HMGET', record, 'kind', 'job'))
+  if kind then
+    for _, key in ipairs(indexes(record, kind, job)) do
       redis.call('ZREM', key, id_of(record))
     end
-    redis.call('HDEL', record, 'name', 'job', 'sent')
+    redis.call('HDEL', record, 'kind', 'job', 'sent')
     redis.call('DEL', message_of(record))
   end
 end

@@ -1,5 +1,7 @@
 """What the index says about tracked tasks that wait."""
 
+import random
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.registry.decision import Registration, Verdict
-from celery_rabbitdelay.registry.index import Filter, Index, Pending, shard_of
+from celery_rabbitdelay.registry.index import Filter, Index, Kind, KindCounts, Pending, shard_of
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import wait_for
 from tests.registry.integration.registering import (
@@ -117,6 +119,71 @@ def test_each_filter_leaves_what_it_says(registry: Registry, index: Index) -> No
         assert index.count(Filter(**wanted)) == len(found), wanted
         counted = index.forecast(Filter(**wanted), START_MS, MINUTE_MS)
         assert sum(number for _, number in counted) == len(found), wanted
+
+
+def test_tasks_of_kinds_are_found_and_those_that_a_condition_allows(
+    registry: Registry, index: Index
+) -> None:
+    registry.register(
+        [
+            due_at(0, "a", name="pay", queue="slow", job="x"),
+            due_at(1, "b", name="pay", queue="mail", job="x"),
+            due_at(2, "c", name="ship", queue="mail", key="order:12"),
+            due_at(3, "d", name="ship"),
+        ]
+    )
+    assert [each.queue for each in index.pending(Filter())] == ["slow", "mail", "mail", ""]
+    mail = frozenset({Kind("pay", "mail"), Kind("ship", "mail")})
+    for wanted, found in (
+        ({"kinds": mail}, "bc"),
+        ({"kinds": frozenset[Kind]()}, ""),
+        ({"kinds": mail, "task": "pay"}, "b"),
+        ({"kinds": mail, "job": "x"}, "b"),
+        ({"where": lambda each: each.queue != "mail"}, "ad"),
+        ({"kinds": mail, "where": lambda each: each.key}, "c"),
+    ):
+        assert ids(index, **wanted) == [*found], wanted
+        assert index.count(Filter(**wanted)) == len(found), wanted
+
+
+def test_a_summary_counts_each_kind_whatever_becomes_of_its_tasks(
+    registry: Registry, index: Index
+) -> None:
+    draw = random.Random(50)
+    kinds = [Kind(task, queue) for task in ("pay", "ship", "{x}") for queue in ("mail", "", "1:a")]
+    waiting: dict[str, tuple[Kind, Registration]] = {}
+    cancelled: Counter[Kind] = Counter()
+    for number in range(300):
+        task_id, choice = f"task-{number}", draw.random()
+        kind = draw.choice(kinds)
+        if choice < 0.6 or not waiting:
+            at = draw.randrange(60)
+            message = due_at(at, task_id, name=kind.task, queue=kind.queue, job=draw.choice("x "))
+            registry.register([message])
+            waiting[task_id] = kind, message
+            continue
+        task_id = draw.choice([*waiting])
+        kind, message = waiting.pop(task_id)
+        if choice < 0.75:
+            assert verdict(registry, message) is Verdict.RUN
+        elif choice < 0.9:
+            registry.cancel([task_id])
+            cancelled[kind] += 1
+        else:
+            due_ms = message.due_ms + draw.randrange(1, 5) * MINUTE_MS
+            registry.postpone(task_id, due_ms)
+            waiting[task_id] = kind, message._replace(due_ms=due_ms)
+    instants = [now_ms(), START_MS + 20 * MINUTE_MS, START_MS + 40 * MINUTE_MS]
+    told = {each.kind: each for each in index.summary(instants).kinds}
+    for kind in kinds:
+        dues = [message.due_ms for each, message in waiting.values() if each == kind]
+        before = [sum(due < instant for due in dues) for instant in instants]
+        expected = (kind, len(dues), min(dues, default=None), cancelled[kind], before)
+        assert told.pop(kind, KindCounts(kind, 0, None, 0, [0, 0, 0])) == expected
+    assert not told
+    few = index.summary(instants, most=2)
+    assert len(few.kinds) == 2
+    assert few.left_out + sum(each.total for each in few.kinds) == len(waiting)
 
 
 def test_a_forecast_counts_the_tasks_of_each_step(registry: Registry, index: Index) -> None:

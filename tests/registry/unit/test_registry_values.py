@@ -13,7 +13,7 @@ from celery_rabbitdelay.levels.headers import COPY, JOB, LIFE, MAX_FORMER, ONCE,
 from celery_rabbitdelay.registry import pauses
 from celery_rabbitdelay.registry.decision import EMPTY, Arrival, Ticket, arrive
 from celery_rabbitdelay.registry.holding import _one
-from celery_rabbitdelay.registry.index import SHARDS, Kind, Names, shard_of
+from celery_rabbitdelay.registry.index import SHARDS, KeyKind, Kind, Names, shard_of
 from celery_rabbitdelay.registry.pauses import Pauses, Questions, paused_since
 from celery_rabbitdelay.registry.store import Store
 from tests.kernel.unit.clock import Clock
@@ -67,7 +67,7 @@ def test_all_keys_of_one_task_are_on_one_server(prefix: str, task_id: str, task:
     every = (
         keys.of("task", task_id),
         keys.due(shard),
-        keys.due(shard, task),
+        keys.due(shard, Kind(task, task)),
         keys.due(shard, None, task),
     )
     slots = {key_slot(key.encode("utf-8", "surrogatepass")) for key in every}
@@ -88,9 +88,14 @@ def test_a_mark_is_read_as_it_was_written(name: str, generation: int, arrivals: 
 @given(st.sets(names, min_size=2))
 def test_different_names_have_different_keys(some: set[str]) -> None:
     keys = Names("test")
-    every = [keys.of(kind, each) for each in some for kind in get_args(Kind)]
+    every = [keys.of(kind, each) for each in some for kind in get_args(KeyKind)]
     every += [keys.only("complete-since"), *keys.all_due()]
     assert len({*every}) == len(every)
+
+
+@given(st.builds(Kind, names, names))
+def test_a_kind_is_read_as_it_was_written(kind: Kind) -> None:
+    assert Kind.of(kind.text) == kind
 
 
 # Pauses: names, instants, and how long a paused task waits.

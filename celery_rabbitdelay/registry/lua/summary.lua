@@ -1,0 +1,46 @@
+-- Count the tracked tasks that wait, by their kinds: their names and queues.
+--
+-- KEYS  the kinds of one hash tag
+-- ARGV  when the oldest task was due that still counts as waiting; how many kinds are counted at most, those
+--       with the most tasks; then instants, in their order
+-- Returns {tasks of the kinds that were left out, kinds}, and of each kind: itself, how many tasks of it
+-- wait, when the first is due that is due at the first instant or later (empty for none), how many are
+-- cancelled whose messages are not due at the first instant, and how many are due before each instant.
+
+local tag, arguments = tag_of(KEYS[1]), given[1]
+local least, most = string.format('%.0f', table.remove(arguments, 1)), table.remove(arguments, 1)
+local instants = {}
+for at, instant in ipairs(arguments) do
+  instants[at] = string.format('%.0f', instant)
+end
+
+local kinds = {}
+for _, kind in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  local key, cancelled = tag .. 'due:kind:' .. kind, tag .. 'cancelled:' .. kind
+  local total = redis.call('ZCARD', key)
+  if total == 0 and redis.call('EXISTS', cancelled) == 0 then
+    redis.call('SREM', KEYS[1], kind)
+  else
+    table.insert(kinds, {total, kind, key, cancelled})
+  end
+end
+table.sort(kinds, function(one, other)
+  return one[1] > other[1]
+end)
+
+local left_out, counted = 0, {}
+for at, each in ipairs(kinds) do
+  local total, kind, key, cancelled = unpack(each)
+  if at > most then
+    left_out = left_out + total
+  else
+    local first = redis.call('ZRANGEBYSCORE', key, instants[1], '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+    local counts = {kind, redis.call('ZCOUNT', key, least, '+inf'), first[2] or '',
+      redis.call('ZCOUNT', cancelled, instants[1], '+inf')}
+    for _, instant in ipairs(instants) do
+      table.insert(counts, redis.call('ZCOUNT', key, least, '(' .. instant))
+    end
+    counted[#counted + 1] = counts
+  end
+end
+return cjson.encode({left_out, counted})
