@@ -51,9 +51,9 @@ class Names(NamedTuple):
         """
         return f"{self.prefix}:{{0}}:{what}"
 
-    def open_jobs(self) -> Iterator[str]:
-        """Yield the keys of all shards' lists of open jobs; ``job.lua`` writes the same names."""
-        return (f"{self.prefix}:{{{shard}}}:open-jobs" for shard in range(SHARDS))
+    def jobs(self) -> Iterator[str]:
+        """Yield the keys of all shards' lists of jobs; ``job.lua`` writes the same names."""
+        return (f"{self.prefix}:{{{shard}}}:jobs" for shard in range(SHARDS))
 
     def due(self, shard: int, kind: Kind | None = None, job: str | None = None) -> str:
         """Return the key of one shard's index by due time: of all tasks, of a kind, of a job.

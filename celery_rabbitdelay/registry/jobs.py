@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from datetime import datetime
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
+from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.index import Names
 from celery_rabbitdelay.registry.store import ScriptCall, Store, readable
@@ -29,6 +31,25 @@ class JobState(Enum):
 
     #: They do not run.
     ABORTED = "aborted"
+
+
+_STATES: Final = frozenset(each.value for each in JobState)
+
+
+class Job(NamedTuple):
+    """A job that Redis remembers.
+
+    Attributes:
+        name: Its name.
+        state: Its state.
+        opened: When it was opened.
+        expires: When it turns aborted unless it is committed, or would have.
+    """
+
+    name: str
+    state: JobState
+    opened: datetime
+    expires: datetime
 
 
 class Jobs:
@@ -117,24 +138,29 @@ class Jobs:
         known: JobState | None = readable(f"the record of job {job!r}", state)
         return known
 
-    def opened(self, now_ms: int, most: int) -> list[tuple[str, int]]:
-        """Return the jobs that are open, those that expire first before the others.
+    def all(self, now_ms: int, most: int) -> list[Job]:
+        """Return the jobs that Redis remembers, the newest first.
 
         Args:
             now_ms: The time by the clock of Redis.
             most: At most so many.
-
-        Returns:
-            Their names, and when they expire, in milliseconds since 1970-01-01 UTC.
         """
+        lists = [*self._names.jobs()]
         found: list[list[tuple[str, float]]] = self._store.commands(
-            lambda pipe: [
-                pipe.zrangebyscore(name, f"({now_ms}", "+inf", 0, most, withscores=True)
-                for name in self._names.open_jobs()
-            ]
+            lambda pipe: [pipe.zrevrange(each, 0, most - 1, withscores=True) for each in lists]
         )
-        jobs = sorted((int(expires_ms), name) for shard in found for name, expires_ms in shard)
-        return [(name, expires_ms) for expires_ms, name in jobs[:most]]
+        newest = sorted((-int(opened_ms), name) for shard in found for name, opened_ms in shard)
+        keys = [self._names.of("job", name) for _, name in newest[:most]]
+        records = self._store.commands(
+            lambda pipe: [pipe.hmget(each, "state", "expires") for each in keys]
+        )
+        jobs = []
+        for (opened_ms, name), (state, expires) in zip(newest, records, strict=False):
+            if state in _STATES and expires:
+                is_expired = state == JobState.OPEN.value and int(expires) <= now_ms
+                told = JobState.ABORTED if is_expired else JobState(state)
+                jobs.append(Job(name, told, instant_of(-opened_ms), instant_of(int(expires))))
+        return jobs
 
     def states(self, jobs: Collection[tuple[str, str]]) -> dict[tuple[str, str], JobState | str]:
         """Return the states of jobs, without those that do not exist.

@@ -16,6 +16,7 @@ from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.publishing.declaration import Backlog, queue_counts
 from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.registry.index import Filter
+from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked, Wrong
@@ -238,7 +239,12 @@ def jobs(asked: Asked) -> dict[str, object]:
     Of each, also how many of its tracked tasks wait.
     """
     registry = asked.with_registry.registry
-    opened = registry.jobs.opened(registry.now_ms(), MOST_JOBS + 1)
+    listed = registry.jobs.all(registry.now_ms(), 10 * MOST_JOBS)
+    opened = [
+        (each.name, milliseconds_of(each.expires))
+        for each in sorted(listed, key=lambda each: each.expires)
+        if each.state is JobState.OPEN
+    ]
     tasks = registry.index.counts([Filter(job=name) for name, _ in opened[:MOST_JOBS]])
     told = [
         {"name": name, "expires": instant_of(expires_ms), "tasks": waiting}

@@ -7,7 +7,7 @@
 --   free           until when no other job can have its name
 --   was:ID         the state of a former job of that name
 --
--- The names of the open jobs of each hash tag are listed by when they expire.
+-- The names of the jobs of each hash tag are listed by when they were opened.
 --
 -- KEYS  the job
 -- ARGV  what to do: "open", "join", "commit", "abort", "look", or "confirm" that it was committed, which
@@ -24,21 +24,21 @@ local function number(value)
   return string.format('%.0f', value)
 end
 
-local function list_of(job)
-  local tag, name = string.match(job, '^(.-}):job:(.*)$')
-  return tag .. ':open-jobs', name
+-- Let a job live until then at least, and with it the list of jobs.
+local function keep_job(job, until_ms)
+  keep(job, until_ms, now_ms)
+  keep(tag_of(job) .. 'jobs', until_ms, now_ms)
 end
 
-local function list(job, expires_ms)
-  local jobs, name = list_of(job)
-  redis.call('ZREMRANGEBYSCORE', jobs, '-inf', number(now_ms))
-  redis.call('ZADD', jobs, number(expires_ms), name)
-  keep(jobs, expires_ms, now_ms)
-end
-
-local function unlist_job(job)
-  local jobs, name = list_of(job)
-  redis.call('ZREM', jobs, name)
+-- For each job that is listed, the two oldest ones leave the list if they are gone.
+local function list(job)
+  local jobs, before = tag_of(job) .. 'jobs', tag_of(job) .. 'job:'
+  for _, name in ipairs(redis.call('ZRANGE', jobs, 0, 1)) do
+    if redis.call('EXISTS', before .. name) == 0 then
+      redis.call('ZREM', jobs, name)
+    end
+  end
+  redis.call('ZADD', jobs, number(now_ms), string.sub(job, string.len(before) + 1))
 end
 
 local function call(job, verb, own, instant, margin_ms)
@@ -63,21 +63,19 @@ local function call(job, verb, own, instant, margin_ms)
     if id ~= own or state ~= 'open' then
       redis.call('HSET', job, 'state', 'open', 'id', own, 'expires', number(now_ms + instant),
         'free', number(now_ms + instant + margin_ms))
-      list(job, now_ms + instant)
+      list(job)
     end
-    keep(job, now_ms + instant + margin_ms + keep_ms, now_ms)
+    keep_job(job, now_ms + instant + margin_ms + keep_ms)
     return {'opened', own, ''}
   elseif verb == 'join' and state then
     redis.call('HSET', job, 'free', number(math.max(tonumber(free), instant + margin_ms)))
-    keep(job, instant + margin_ms + keep_ms, now_ms)
+    keep_job(job, instant + margin_ms + keep_ms)
   elseif state == 'open' and (verb == 'commit' or verb == 'abort') then
     state = verb == 'commit' and 'committed' or 'aborted'
     redis.call('HSET', job, 'state', state)
-    unlist_job(job)
   elseif verb == 'confirm' and own == id and (state == 'open' or expired) then
     state, is_new = 'committed', false
     redis.call('HSET', job, 'state', state)
-    unlist_job(job)
   elseif verb == 'confirm' and redis.call('HGET', job, 'was:' .. own) == 'aborted' then
     redis.call('HSET', job, 'was:' .. own, 'committed')
   elseif verb == 'look' and own ~= '' and own ~= id then

@@ -105,7 +105,9 @@ def test_a_longer_delay_and_a_postponement_lengthen_each_life_and_a_shorter_one_
     listed = set(keys(redis_setup, prefix)) - {registry.names.of("key", KEY)}
     assert {expiry_ms(redis_setup, each) for each in listed} == {later + KEEP_MS}
     registry.register([keyed(registry, "newer", KEY, name="")._replace(due_ms=later)])
-    written = [each for each in keys(redis_setup, prefix) if not each.endswith((":newer", ":kinds"))]
+    written = [
+        each for each in keys(redis_setup, prefix) if not each.endswith((":newer", ":kinds"))
+    ]
     # That it is superseded takes the task from the lists.
     assert {*written} == {registry.names.of("task", "task"), registry.names.of("key", KEY)}
     assert {expiry_ms(redis_setup, each) for each in written} == {later + KEEP_MS}

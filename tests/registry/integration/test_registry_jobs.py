@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
+from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.registry.decision import Verdict
 from celery_rabbitdelay.registry.index import shard_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
@@ -59,9 +61,14 @@ def free(registry: Registry, name: str = JOB) -> None:
 
 
 def listed_in_redis(registry: Registry) -> int:
-    """Return how many jobs the list of open ones takes room for."""
-    names = registry.names.open_jobs()
+    """Return how many jobs the lists take room for."""
+    names = [*registry.names.jobs()]
     return sum(registry.store.commands(lambda pipe: [pipe.zcard(each) for each in names]))
+
+
+def is_later(registry: Registry, instant_ms: int) -> bool:
+    """Return whether the clock of Redis is past an instant."""
+    return registry.now_ms() > instant_ms
 
 
 def closed(call: Callable[[], object]) -> str:
@@ -91,32 +98,39 @@ def test_a_job_is_opened_and_ended_once_and_says_what_it_is(
     assert not [each for each in caplog.records if each.name.endswith("jobs")]
 
 
-def test_open_jobs_are_listed_by_when_they_expire(registry: Registry, others: Jobs) -> None:
-    names = {f"job:}}:job:{number}": MINUTE_MS * (20 - number) for number in range(20)}
+def test_all_jobs_are_listed_and_the_newest_come_first(registry: Registry, others: Jobs) -> None:
+    names = [f"job:}}:job:{number}" for number in range(20)]
     before = now_ms()
-    for name, expires_ms in names.items():
-        registry.jobs.open(name, expires_ms)
-    listed = others.opened(registry.now_ms(), 100)
-    assert [name for name, _ in listed] == sorted(names, key=names.__getitem__)
-    for name, expires_ms in listed:
-        assert before <= expires_ms - names[name] <= now_ms()
-    assert others.opened(registry.now_ms(), 3) == listed[:3]
-    committed, aborted, confirmed = (name for name, _ in listed[:3])
+    for number, name in enumerate(names):
+        registry.jobs.open(name, (number + 1) * MINUTE_MS)
+        wait_for(partial(is_later, registry, registry.now_ms()), "the clock of Redis")
+    listed = others.all(registry.now_ms(), 100)
+    assert [each.name for each in listed] == names[::-1]
+    for number, each in enumerate(listed[::-1]):
+        assert before <= milliseconds_of(each.opened) <= now_ms()
+        lasts = each.expires - each.opened
+        assert lasts == timedelta(minutes=number + 1)
+    assert others.all(registry.now_ms(), 3) == listed[:3]
+    committed, aborted, confirmed = (each.name for each in listed[:3])
     registry.jobs.end(committed, COMMITTED)
     registry.jobs.end(aborted, ABORTED)
     registry.jobs.confirm(confirmed, registry.jobs.join(confirmed, 0)[1])
-    assert listed_in_redis(registry) == 17, "what has ended takes no room"
-    assert others.opened(registry.now_ms(), 100) == listed[3:]
+    states = [each.state for each in others.all(registry.now_ms(), 100)]
+    assert states == [COMMITTED, ABORTED, COMMITTED, *[JobState.OPEN] * 17]
 
 
-def test_a_job_that_has_expired_is_not_listed_as_open(registry: Registry) -> None:
+def test_a_job_that_has_expired_is_listed_as_aborted_and_leaves_the_list_when_it_is_gone(
+    registry: Registry,
+) -> None:
     opened_and_expired(registry)
-    assert registry.jobs.opened(registry.now_ms(), 100) == []
+    assert [each.state for each in registry.jobs.all(registry.now_ms(), 100)] == [ABORTED]
+    registry.store.commands(lambda pipe: pipe.delete(registry.names.of("job", JOB)))
+    assert registry.jobs.all(registry.now_ms(), 100) == []
     names = (f"another {number}" for number in range(1000))
     another = next(each for each in names if shard_of(each) == shard_of(JOB))
     registry.jobs.open(another, MINUTE_MS)
-    assert [name for name, _ in registry.jobs.opened(registry.now_ms(), 100)] == [another]
-    assert listed_in_redis(registry) == 1, "what has expired takes no room"
+    assert [each.name for each in registry.jobs.all(registry.now_ms(), 100)] == [another]
+    assert listed_in_redis(registry) == 1, "what is gone takes no room"
 
 
 def test_a_job_that_is_not_committed_in_time_turns_aborted_once_with_a_warning(
