@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from starlette.exceptions import HTTPException
@@ -16,11 +16,18 @@ from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.web import search
 from celery_rabbitdelay.web.asked import Asked, Wrong
-from celery_rabbitdelay.web.site import Does, Work, in_batches, log_action
+from celery_rabbitdelay.web.site import Does, Verb, Work, in_batches, log_action
 from celery_rabbitdelay.web.waiting import FILTERS, filter_of
 
-#: What can be decided, and how the log and the pages name it afterwards.
-ACTIONS: Final = {"cancel": "cancelled", "postpone": "postponed", "run-now": "run now"}
+#: What can be decided, and how the log and the pages name it.
+ACTIONS: Final = {
+    "cancel": Verb("cancelling", "cancelled"),
+    "postpone": Verb("postponing", "postponed"),
+    "run-now": Verb("running now", "run now"),
+}
+
+#: The fields of a decision about all that match that are no part of the search.
+NOT_OF_SEARCH: Final = ("token", "action", "sent_before", "by", "until")
 
 
 def decide(action: str, asked: Asked) -> dict[str, object]:
@@ -38,9 +45,9 @@ def decide(action: str, asked: Asked) -> dict[str, object]:
     except AWAY as failed:
         error = why(failed)
     done = sum(each["outcome"] == Outcome.DONE.value for each in outcomes)
-    log_action(asked.user, ACTIONS[action], done, ids)
+    log_action(asked.user, ACTIONS[action].done, done, ids)
     return {
-        "action": ACTIONS[action],
+        "action": ACTIONS[action].done,
         "done": done,
         "outcomes": outcomes,
         "left": ids[len(outcomes) :],
@@ -97,18 +104,22 @@ def decide_all(asked: Asked) -> dict[str, object]:
         batches = delays.cancel_batches(wanted)
     else:
         batches = search.postpone_batches(delays, wanted, until)
-    return begin(asked, f"{ACTIONS[action]} all", FILTERS, count, in_batches(batches))
+    chosen = named(asked.fields.filter(FILTERS), "tracked tasks")
+    back = f"waiting?{asked.fields.address(**dict.fromkeys(NOT_OF_SEARCH))}"
+    return begin(asked, ACTIONS[action], chosen, count, in_batches(batches), back)
+
+
+def named(filters: Mapping[str, str | None], what: str) -> str:
+    """Return what a long action is about, by the fields that choose it."""
+    chosen = " ".join(f"{name}={value!r}" for name, value in filters.items() if value)
+    return f"{what} with {chosen}" if chosen else f"all {what}"
 
 
 def begin(
-    asked: Asked, what: str, filters: Collection[str], total: int, does: Does
+    asked: Asked, verb: Verb, about: str, total: int, does: Does, back: str
 ) -> dict[str, object]:
-    """Begin a long action, which is named by the fields that choose what it is about."""
-    chosen = " ".join(
-        f"{name}={value!r}" for name, value in asked.fields.filter(filters).items() if value
-    )
-    what = f"{what} with {chosen}" if chosen else what
-    return _seen(asked.site.works.begin(asked.user, what, total, does))
+    """Begin a long action; see :meth:`.Works.begin`."""
+    return _seen(asked.site.works.begin(asked.user, verb, about, total, does, back))
 
 
 def work(asked: Asked) -> dict[str, object]:
@@ -121,7 +132,7 @@ def stop(asked: Asked) -> dict[str, object]:
     """Stop a long action after its current batch."""
     found = _work(asked)
     found.stopping.set()
-    log_action(asked.user, "stopped", 1, found.what)
+    log_action(asked.user, "stopped", 1, found.about)
     return _seen(found)
 
 
@@ -132,7 +143,7 @@ def _seen(work: Work) -> dict[str, object]:
 def _work(asked: Asked) -> Work:
     found = asked.site.works.get(asked.fields.needed("key"))
     if found is None:
-        raise HTTPException(404, "Nothing of this key goes on, or has ended lately.")
+        raise HTTPException(404, "No action of this key runs, or has ended lately.")
     return found
 
 

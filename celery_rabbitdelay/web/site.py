@@ -151,14 +151,28 @@ class Site:
         return Glance(status, {} if before is None else rates_between(before, status))
 
 
+class Verb(NamedTuple):
+    """How pages and the log name an action.
+
+    Attributes:
+        doing: While it runs: "cancelling".
+        done: Afterwards: "cancelled".
+    """
+
+    doing: str
+    done: str
+
+
 @dataclass(eq=False)
 class Work:
     """A long action.
 
     Attributes:
         user: Who has begun it.
-        what: What it does, in the past: "cancelled".
-        total: How many tasks it is about, as far as it is known.
+        verb: What it does.
+        about: To what: "all tracked tasks".
+        total: How many that are, as far as it is known.
+        back: The path and the query of the page that it was begun on.
         key: A random word that names it.
         began: When it was begun.
         stopping: Set to stop it after the current batch or message.
@@ -168,8 +182,10 @@ class Work:
     """
 
     user: User
-    what: str
+    verb: Verb
+    about: str
     total: int
+    back: str = ""
     key: str = field(default_factory=partial(secrets.token_urlsafe, 9))
     began: datetime = field(default_factory=wall_clock.now)
     stopping: Event = field(default_factory=Event)
@@ -191,14 +207,17 @@ class Work:
             self.error = "an unexpected error, which is in the log"
             logger.exception("The work %s has failed", self.key)
         try:
-            log_action(self.user, f"{self.what} ({state}, of {self.total})", self.done)
+            what = f"{self.verb.done} {self.about} ({state}, of {self.total})"
+            log_action(self.user, what, self.done)
         finally:
             self.state = state
 
     def shown(self) -> dict[str, object]:
         """Return what a page shows."""
-        names = "key", "what", "began", "done", "total", "state", "error"
-        return {"user": self.user.name, **{name: getattr(self, name) for name in names}}
+        names = "key", "about", "began", "done", "total", "state", "error", "back"
+        what = self.verb.doing if self.state == "running" else self.verb.done
+        shown = {name: getattr(self, name) for name in names}
+        return {"user": self.user.name, "what": what, **shown}
 
 
 #: Does what a work is about: counts in ``done``, and returns early if it is stopping.
@@ -228,17 +247,20 @@ class Works:
         self._works: dict[str, Work] = {}
         self._lock = Lock()
 
-    def begin(self, user: User, what: str, total: int, does: Does) -> Work:
+    def begin(
+        self, user: User, verb: Verb, about: str, total: int, does: Does, back: str = ""
+    ) -> Work:
         """Begin a long action.
 
         Raises:
             HTTPException: Too many run already.
         """
-        work = Work(user, what, total)
+        work = Work(user, verb, about, total, back)
         with self._lock:
             ended = [key for key, each in self._works.items() if each.state != "running"]
             if len(self._works) - len(ended) >= MOST_AT_ONCE:
-                raise HTTPException(503, "So much goes on already; wait until some of it is done")
+                many = f"{MOST_AT_ONCE} actions run already; wait until one of them has ended"
+                raise HTTPException(503, many)
             for key in ended[: 1 - REMEMBERED]:
                 del self._works[key]
             self._works[work.key] = work

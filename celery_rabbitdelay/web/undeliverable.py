@@ -17,8 +17,8 @@ from celery_rabbitdelay.operations import undeliverable as read
 from celery_rabbitdelay.operations.mover import Place
 from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport
 from celery_rabbitdelay.web.asked import Asked, Wrong
-from celery_rabbitdelay.web.deciding import begin
-from celery_rabbitdelay.web.site import Site, Work, log_action
+from celery_rabbitdelay.web.deciding import begin, named
+from celery_rabbitdelay.web.site import Site, Verb, Work, log_action
 
 #: Seconds from one reading to the next, how many messages are read, and the bytes of a body that is
 #: kept.
@@ -33,8 +33,8 @@ LISTED: Final = 100
 #: Why a redrive or a purge ends that somebody has stopped.
 STOPPED: Final = "stopped on the page"
 
-#: What can be done, and how the log names it afterwards.
-ACTIONS: Final = {"redrive": "redriven", "purge": "deleted"}
+#: What can be done, and how the log and the pages name it.
+ACTIONS: Final = {"redrive": Verb("redriving", "redriven"), "purge": Verb("deleting", "deleted")}
 
 #: The headers that show a task's arguments.
 ARGUMENTS: Final = frozenset({"argsrepr", "kwargsrepr"})
@@ -166,7 +166,10 @@ def decide(asked: Asked) -> dict[str, object]:
         if report.stopped not in (None, STOPPED):
             raise OperationalError(report.stopped)
 
-    return begin(asked, f"{ACTIONS[action]} undeliverable messages", FILTERS, count, does)
+    filters = asked.fields.filter(FILTERS)
+    address = asked.fields.address(**dict.fromkeys(("token", "action", "count", "to", "delay")))
+    about, back = named(filters, "undeliverable messages"), f"undeliverable?{address}"
+    return begin(asked, ACTIONS[action], about, count, does, back)
 
 
 def _remove(asked: Asked, action: str, matches: Matches, **options: Any) -> RemovalReport:

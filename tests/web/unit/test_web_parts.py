@@ -16,10 +16,12 @@ from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.access import COOKIE, LASTS, Session, Sessions
 from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, fields_of
 from celery_rabbitdelay.web.options import NOBODY, User, hash_password, is_hash, is_password
-from celery_rabbitdelay.web.site import MOST_AT_ONCE, Work, Works, in_batches
+from celery_rabbitdelay.web.site import MOST_AT_ONCE, Verb, Work, Works, in_batches
 from tests.kernel.unit.waiting import wait_until
 
 ADA = User("ada", "operator")
+
+CANCEL = Verb("cancelling", "cancelled")
 
 
 @given(st.text(st.characters()))
@@ -100,19 +102,21 @@ def test_only_so_much_work_goes_on_at_a_time_and_it_stops_between_batches(
         yield 2
         raise OperationalError("redis://:secret@host is away")
 
-    going = [works.begin(ADA, "x", 7, in_batches(batches())) for _ in range(MOST_AT_ONCE)]
-    with pytest.raises(HTTPException, match="503: So much"):
-        works.begin(ADA, "x", 1, in_batches(iter([1])))
+    going = [works.begin(ADA, CANCEL, "x", 7, in_batches(batches())) for _ in range(MOST_AT_ONCE)]
+    with pytest.raises(HTTPException, match="actions run already"):
+        works.begin(ADA, CANCEL, "x", 1, in_batches(iter([1])))
     for each in going:
+        assert each.shown()["what"] == "cancelling"
         each.stopping.set()
     may_go_on.set()
     for each in going:
         until_ended(each)
         assert (each.state, each.error, each.done in (1, 3)) == ("stopped", None, True)
     caplog.set_level(logging.INFO, "celery_rabbitdelay.web")
-    failed = until_ended(works.begin(ADA, "cancelled all", 5, in_batches(failing())))
+    failed = until_ended(works.begin(ADA, CANCEL, "all", 5, in_batches(failing())))
+    assert failed.shown()["what"] == "cancelled"
     assert (failed.done, failed.state, failed.error) == (2, "failed", "redis://:**@host is away")
     assert caplog.messages == ["'ada' has cancelled all (failed, of 5): 2"]
     for _ in range(10):
-        until_ended(works.begin(ADA, "x", 1, in_batches(iter([1]))))
+        until_ended(works.begin(ADA, CANCEL, "x", 1, in_batches(iter([1]))))
     assert len(works.all()) <= 6
