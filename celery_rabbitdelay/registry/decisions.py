@@ -320,7 +320,7 @@ class Decisions(BatchThread[_Due]):
             return  # it was counted when it went back first
         if not asks_again:
             may_run_ms = may_run_since(due.waited) if verdict is Verdict.RUN else None
-            self._consumer.strategies.arrivals.note(may_run_ms)
+            self._consumer.strategies.arrivals.note(may_run_ms, due.delivery.task)
         values = {LATENESS: lateness(may_run_since(due.waited))}
         if verdict is not Verdict.RUN:
             values = {COUNTED[verdict]: 1}

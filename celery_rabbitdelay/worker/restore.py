@@ -7,6 +7,7 @@ distribution only. With a key, the registry is asked about a task only as its se
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Final, Protocol, TypeAlias
@@ -30,9 +31,22 @@ from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 
 logger = get_logger(__name__)
 
-#: The steps in which a worker's status shows the latest arrival, in seconds, and how many.
+#: The seconds of a step, for how many steps a worker remembers its arrivals, and for how many of
+#: them its status says how late the latest was.
 STEP: Final = 60
-STEPS: Final = 10
+STEPS: Final = 60
+LATEST_STEPS: Final = 10
+
+#: Seconds of lateness up to which the arrivals of each task are counted; the last count is of those
+#: that were later.
+BOUNDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
+
+#: Of how many tasks they are counted; further ones count as :data:`OTHER`.
+MOST_TASKS: Final = 200
+OTHER: Final = "(other)"
+
+#: The counts of tasks, by their names.
+Counts: TypeAlias = dict[str, list[int]]
 
 
 class Arrivals:
@@ -44,29 +58,63 @@ class Arrivals:
 
     def __init__(self) -> None:
         self.received = 0
-        #: The seconds of the latest arrival in each step that had any.
-        self._latest: dict[int, float] = {}
+        #: In each step that had arrivals, their number, and the seconds of the latest.
+        self._steps: dict[int, tuple[int, float]] = {}
+        #: The counts of this half of the time that is remembered, which half it is, and those of
+        #: the half before.
+        self._counts: Counts = {}
+        self._half = 0
+        self._former: Counts = {}
 
-    def note(self, due_ms: object) -> None:
-        """Note that a task arrives now; see :func:`lateness`."""
+    def note(self, due_ms: object, task: str) -> None:
+        """Note that a task of a name arrives now; see :func:`lateness`."""
+        late = lateness(due_ms)
         self.received += 1
-        step = int(time.monotonic()) // STEP
-        self._latest = {each: late for each, late in self._latest.items() if each > step - STEPS}
-        self._latest[step] = max(lateness(due_ms), self._latest.get(step, 0.0))
+        step = self._at()
+        if step not in self._steps:
+            kept = self._steps.items()
+            self._steps = {each: found for each, found in kept if each > step - STEPS}
+        number, latest = self._steps.get(step, (0, 0.0))
+        self._steps[step] = number + 1, max(late, latest)
+        if task not in self._counts:
+            name = task if len(self._counts) < MOST_TASKS else OTHER
+            counts = self._counts.setdefault(name, [0] * (len(BOUNDS) + 1))
+        else:
+            counts = self._counts[task]
+        counts[bisect_left(BOUNDS, late)] += 1
 
-    def status(self, by_minute: bool = False) -> dict[str, object]:
+    def _at(self) -> int:
+        """Return the present step, and forget the counts of the half before the last one."""
+        step = int(time.monotonic()) // STEP
+        half = 2 * step // STEPS
+        if half != self._half:
+            self._former = self._counts if half == self._half + 1 else {}
+            self._counts, self._half = {}, half
+        return step
+
+    def status(self, in_full: bool = False) -> dict[str, object]:
         """Return how many tasks have arrived, and how many seconds late the latest one was.
 
         Args:
-            by_minute: Whether to add the latest one of each minute, this minute's first; None for a
-                minute in which no task has arrived.
+            in_full: Whether to add for each minute of the last hour, this minute's first, how many
+                have arrived (``received_by_minute``) and how late the latest was (``by_minute``;
+                None if none has); and for each task, of the last half an hour at least, how many
+                were late up to each of ``late_bounds``, and later (``late_by_task``).
         """
-        step, latest = int(time.monotonic()) // STEP, self._latest
-        minutes = [latest.get(step - ago) for ago in range(STEPS)]
-        most = max((late for late in minutes if late is not None), default=0)
-        status: dict[str, object] = {"received": self.received, "latest": most}
-        if by_minute:
-            status["by_minute"] = minutes
+        step = self._at()
+        minutes = [self._steps.get(step - ago) for ago in range(STEPS)]
+        latest = max((late for _, late in filter(None, minutes[:LATEST_STEPS])), default=0)
+        status: dict[str, object] = {"received": self.received, "latest": latest}
+        if in_full:
+            status["by_minute"] = [None if each is None else each[1] for each in minutes]
+            status["received_by_minute"] = [0 if each is None else each[0] for each in minutes]
+            status["late_bounds"] = [*BOUNDS]
+            nothing = [0] * (len(BOUNDS) + 1)
+            status["late_by_task"] = {
+                task: [*map(sum, zip(*(each.get(task, nothing) for each in halves), strict=True))]
+                for halves in [(self._counts, self._former)]
+                for task in {**self._counts, **self._former}
+            }
         return status
 
 
@@ -260,7 +308,7 @@ class RestoringStrategies(dict[str, Strategy]):
             return True
         if waited is not None:
             since_ms = may_run_since(waited)
-            self.arrivals.note(since_ms)
+            self.arrivals.note(since_ms, delivery.task)
             self._record(LATENESS, lateness(since_ms), delivery)
             signals.send(
                 signals.released, self._app, celery_internals.id_of(message), waited.due_ms

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import platform
+import time
 from typing import Any, Final
 
 import celery
 from celery.utils.serialization import strtobool
 from celery.worker import control
+from celery.worker import state as worker_state
 from celery.worker.control import inspect_command
 
 from celery_rabbitdelay import __version__
@@ -25,6 +27,9 @@ from celery_rabbitdelay.modules.service import Service
 from celery_rabbitdelay.worker.restore import RestoringStrategies
 
 logger = logging.getLogger(__name__)
+
+#: How many of the tasks that run are told, those first that run for the longest time.
+MOST_RUNNING: Final = 20
 
 #: The most characters of a setting in an answer.
 MAX_SETTING: Final = 500
@@ -56,8 +61,28 @@ def rabbitdelay_status(
     if isinstance(consumer.strategies, RestoringStrategies):
         status[ARRIVALS] = consumer.strategies.arrivals.status(about)
     if about:
-        status[ABOUT] = _about(state.app)
+        status[ABOUT] = {**_about(state.app), **_at_work(consumer)}
     return status
+
+
+def _at_work(consumer: Any) -> dict[str, object]:
+    """Return the queues of a worker, its pool, its uptime in seconds, and what it runs."""
+    controller = consumer.controller
+    tasks = getattr(consumer, "task_consumer", None)
+    running = sorted(worker_state.active_requests, key=lambda each: each.time_start or 0)
+    now = time.monotonic()
+    return {
+        "queues": sorted(queue.name for queue in (tasks.queues if tasks else ())),
+        "pool": {
+            "class": type(controller.pool).__module__.rpartition(".")[2],
+            "processes": getattr(controller.pool, "num_processes", None),
+        },
+        "uptime": controller.info()["uptime"],
+        "running": [
+            {"id": each.id, "name": each.name, "seconds": now - (each.time_start or now)}
+            for each in running[:MOST_RUNNING]
+        ],
+    }
 
 
 def _about(app: DelayingCelery) -> dict[str, object]:

@@ -1,5 +1,8 @@
 """How late delayed tasks arrive at a worker; the clock is a fake."""
 
+import math
+from typing import Any
+
 import pytest
 
 from celery_rabbitdelay.levels import wall_clock
@@ -24,7 +27,43 @@ def test_the_latest_task_of_each_minute_is_told(clock: Clock) -> None:
     base = DUE_NS - int(clock.now_ns / NS_PER_S) % 60 * NS_PER_S
     for seconds, late in [(0, 3), (59, 1), (125, 0.5)]:
         clock.now_ns = base + seconds * NS_PER_S
-        arrivals.note(clock.now_ns // 1_000_000 - round(late * 1000))
-    assert arrivals.status(True)["by_minute"] == [0.5, None, 3, *[None] * 7]
+        arrivals.note(clock.now_ns // 1_000_000 - round(late * 1000), "remind")
+    told = arrivals.status(True)
+    assert told["by_minute"] == [0.5, None, 3, *[None] * 57]
+    assert told["received_by_minute"] == [1, 0, 2, *[0] * 57]
     clock.now_ns = base + 700 * NS_PER_S
-    assert arrivals.status(True)["by_minute"] == [*[None] * 9, 0.5]
+    assert arrivals.status()["latest"] == 0.5
+    clock.now_ns = base + 60 * 61 * NS_PER_S
+    assert arrivals.status(True)["by_minute"] == [*[None] * 59, 0.5]
+    assert arrivals.status()["latest"] == 0
+
+
+def test_the_lateness_of_each_task_is_counted_for_an_hour_at_most(clock: Clock) -> None:
+    arrivals = Arrivals()
+
+    def counted() -> dict[str, dict[float, int]]:
+        told: dict[str, Any] = arrivals.status(True)
+        return {
+            name: {late: number for late, number in zip(bounds, counts, strict=True) if number}
+            for bounds in [[*told["late_bounds"], math.inf]]
+            for name, counts in told["late_by_task"].items()
+        }
+
+    def note(task: str, *lates: float) -> None:
+        for late in lates:
+            arrivals.note(clock.now_ns // 1_000_000 - round(late * 1000), task)
+
+    note("pay", 0, 0.1, 0.2, 20, 4000)
+    note("ship", 0.3)
+    paid = {0.1: 2, 0.25: 1, 30.0: 1, math.inf: 1}
+    assert counted() == {"pay": paid, "ship": {0.5: 1}}
+    clock.now_ns += 30 * 60 * NS_PER_S
+    note("pay", 0)
+    assert counted() == {"pay": {**paid, 0.1: 3}, "ship": {0.5: 1}}
+    clock.now_ns += 30 * 60 * NS_PER_S
+    assert counted() == {"pay": {0.1: 1}}
+    for number in range(restore.MOST_TASKS + 5):
+        note(f"task-{number}", 0)
+    assert counted()[restore.OTHER] == {0.1: 5}
+    clock.now_ns += 90 * 60 * NS_PER_S
+    assert counted() == {}
