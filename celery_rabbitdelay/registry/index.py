@@ -131,6 +131,7 @@ class Filter(NamedTuple):
         sent_before_ms: They were sent earlier than that, by the clock of the Redis that has them.
         kinds: They are of one of these kinds.
         where: Returns whether a task is meant that all else allows.
+        says: Returns likewise, by its stored message as well; empty if that is long or not known.
     """
 
     task: str | None = None
@@ -142,6 +143,7 @@ class Filter(NamedTuple):
     sent_before_ms: int | None = None
     kinds: frozenset[Kind] | None = None
     where: Callable[[Pending], bool] | None = None
+    says: Callable[[Pending, str], bool] | None = None
 
     @property
     def is_of_kinds(self) -> bool:
@@ -324,7 +326,7 @@ class Index:
         entries, read = self._due(self._by_rarer(wanted), after), 0
         while page := list(islice(entries, PAGE if most is None else min(PAGE, most - read))):
             read += len(page)
-            yield Part([*self._records(page, wanted)], len(page), page[-1])
+            yield Part(self._records(page, wanted), len(page), page[-1])
 
     def tasks(self, task_ids: Sequence[str]) -> list[Pending]:
         """Return those of some tasks that are tracked and wait."""
@@ -463,14 +465,22 @@ class Index:
         )
         return [(int(score), task_id) for task_id, score in found]
 
-    def _records(self, page: list[tuple[int, str]], wanted: Filter) -> Iterator[Pending]:
+    def _records(self, page: list[tuple[int, str]], wanted: Filter) -> list[Pending]:
         records = self.fields([task_id for _, task_id in page], *_SHOWN)
-        for (due_ms, task_id), (kind, *shown) in zip(page, records, strict=True):
-            if kind is None:
-                continue  # it has arrived meanwhile
-            task = _pending(task_id, due_ms, kind, *shown)
-            if wanted.matches(task):
-                yield task
+        tasks = [
+            _pending(task_id, due_ms, kind, *shown)
+            for (due_ms, task_id), (kind, *shown) in zip(page, records, strict=True)
+            if kind is not None  # otherwise it has arrived meanwhile
+        ]
+        return self.matching(tasks, wanted)
+
+    def matching(self, tasks: Sequence[Pending], wanted: Filter) -> list[Pending]:
+        """Return those of some tasks that match."""
+        found = [each for each in tasks if wanted.matches(each)]
+        if wanted.says is None or not found:
+            return found
+        messages = zip(found, self.short_messages([each.task_id for each in found]), strict=True)
+        return [task for task, message in messages if wanted.says(task, message)]
 
     def fields(self, task_ids: Sequence[str], *fields: str) -> list[Answers]:
         """Return fields of the records of tasks."""

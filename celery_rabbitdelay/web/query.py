@@ -1,0 +1,421 @@
+"""The language of a search: ``task:store.* due:<2h 4711``, read, written and compared. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import date, datetime, time, timedelta, tzinfo
+from functools import partial
+from operator import attrgetter
+from typing import Final, NamedTuple, Self
+
+from celery_rabbitdelay.exceptions import InvalidDelay
+from celery_rabbitdelay.levels.delay import milliseconds_of, parse_delay
+from celery_rabbitdelay.registry.index import Filter, Kind, Pending
+from celery_rabbitdelay.web.asked import Wrong
+
+#: The states of a task that is listed, and that of tasks which are only counted.
+STATES: Final = ("waiting", "held", "overdue", "job-open")
+CANCELLED: Final = "cancelled"
+
+_INSTANTS: Final = "<2h, >1d, today, 2030-01-31, 2030-01-31T09:00, or 2030-01-31..2030-02-02"
+
+#: The names of terms, and what each takes. A term without a name is a word.
+NAMES: Final = {
+    "task": "takes the name of a task; * stands for any text: task:store.*",
+    "queue": 'takes the name of a queue, or "" for tasks that an exchange routes',
+    "key": "takes a key; * stands for any text: key:order:4711*",
+    "job": "takes the name of a job; * stands for any text: job:import-*",
+    "id": "takes the id of a task",
+    "state": f"takes one of {', '.join((*STATES, CANCELLED))}",
+    "due": f"takes {_INSTANTS}",
+    "sent": f"takes {_INSTANTS}; <2h is less than two hours ago",
+}
+
+#: How many terms a search has at most.
+MOST_TERMS: Final = 50
+
+#: How many completions are proposed at most.
+MOST_COMPLETIONS: Final = 30
+
+#: The text that the terms of a name are compared with.
+_TEXTS: Final[Mapping[str, Callable[[Pending], str | None]]] = {
+    name: attrgetter("task_id" if name == "id" else name)
+    for name in ("task", "queue", "key", "job", "id")
+}
+
+#: One term: characters, any of them behind a backslash, and quoted texts.
+_TERM: Final = re.compile(r'(?:\\.?|"(?:\\.|[^"\\])*(?:"|\\?\Z)|[^\s"\\])+', re.DOTALL)
+_NAMED: Final = re.compile(r"([A-Za-z]+):(.*)", re.DOTALL)
+_CHARACTER: Final = re.compile(
+    r"\\(u[0-9a-f]{4}|U00(?:10|0[0-9a-f])[0-9a-f]{4}|.)|([^\\])", re.DOTALL
+)
+
+#: The days that have a name.
+_DAYS: Final = {"yesterday": -1, "today": 0, "tomorrow": 1}
+
+_MINUTE, _DAY = timedelta(minutes=1), timedelta(days=1)
+
+
+class Term(NamedTuple):
+    r"""A term of a search.
+
+    Attributes:
+        name: Its name, one of :data:`NAMES`; empty for a word.
+        value: What it looks for: ``*`` is any text. A backslash stands before a ``*``, a quotation
+            mark and a backslash that mean themselves; what is not printed stands as ``\u202e``.
+    """
+
+    name: str
+    value: str
+
+    @classmethod
+    def of(cls, name: str, text: str) -> Self:
+        """Return the term that looks for just this text."""
+        return cls(name, "".join(map(_escaped, text)))
+
+    def __str__(self) -> str:
+        value = f'"{self.value}"' if " " in self.value or not self.value else self.value
+        if self.name:
+            return f"{self.name}:{value}"
+        return value.replace(":", "\\:", 1) if _name_of(value) else value
+
+    @property
+    def parts(self) -> list[str]:
+        """The texts between its wildcards; without any, the text that it looks for."""
+        parts = [""]
+        for escaped, plain in _CHARACTER.findall(self.value):
+            if plain == "*":
+                parts.append("")
+            else:
+                parts[-1] += _meant(escaped) if escaped else plain
+        return parts
+
+
+class Query(NamedTuple):
+    """A search.
+
+    Attributes:
+        terms: Its terms. A task matches one of those of a name; but all words, and all terms about
+            instants.
+    """
+
+    terms: tuple[Term, ...] = ()
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Read a search.
+
+        Raises:
+            Wrong: A term takes something else, or there are too many.
+        """
+        found = [_term_of(each.group()) for each in _TERM.finditer(text)]
+        if len(found) > MOST_TERMS:
+            raise Wrong("q", f"takes at most {MOST_TERMS} terms")
+        return cls(tuple(each for each in found if each.name or each.value))
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.terms))
+
+    def named(self, name: str) -> list[Term]:
+        """Return the terms of a name; an empty name is that of words."""
+        return [each for each in self.terms if each.name == name]
+
+    def replaced(self, name: str, *terms: Term) -> Query:
+        """Return the search with other terms of a name, or without any."""
+        return Query((*(each for each in self.terms if each.name != name), *terms))
+
+    def without(self, term: Term) -> Query:
+        """Return the search without a term."""
+        return Query(tuple(each for each in self.terms if each != term))
+
+    def texts(self, name: str) -> list[str]:
+        """Return the texts that the terms of a name look for; none if one of them has wildcards."""
+        parts = [each.parts for each in self.named(name)]
+        return [each[0] for each in parts] if all(len(each) == 1 for each in parts) else []
+
+    def states(self) -> set[str]:
+        """Return the states that it looks for; none for any.
+
+        Raises:
+            Wrong: There is no such state.
+        """
+        for each in self.named("state"):
+            if each.value not in (*STATES, CANCELLED):
+                raise Wrong(str(each), NAMES["state"])
+        return {each.value for each in self.named("state")}
+
+    def span(self, name: str, now: datetime, zone: tzinfo) -> Span:
+        """Return the span of time that its terms of a name, ``due`` or ``sent``, look for.
+
+        Raises:
+            Wrong: One of them takes something else.
+        """
+        whole = Span(None, None)
+        for each in self.named(name):
+            whole = whole.cut(*_span_of(each, now, zone))
+        return whole
+
+
+class Span(NamedTuple):
+    """A span of time.
+
+    Attributes:
+        start: Its first instant, in milliseconds since 1970-01-01 UTC; None: it has no start.
+        end: The first instant behind it, likewise.
+    """
+
+    start: int | None
+    end: int | None
+
+    def cut(self, start: int | None, end: int | None) -> Span:
+        """Return the part of it between two instants."""
+        starts = [each for each in (self.start, start) if each is not None]
+        ends = [each for each in (self.end, end) if each is not None]
+        return Span(max(starts, default=None), min(ends, default=None))
+
+    def has(self, instant_ms: int) -> bool:
+        """Return whether an instant is in it."""
+        return self.cut(instant_ms, instant_ms + 1) == (instant_ms, instant_ms + 1)
+
+
+class Known(NamedTuple):
+    """What a search is compared with, beside the tasks.
+
+    Attributes:
+        now: When.
+        zone: The time zone of dates in the search.
+        kinds: The kinds of which tasks wait.
+        has_all_kinds: Whether there are no others.
+        paused: The names of paused tasks, and of paused queues.
+        open_jobs: The jobs that are open.
+        arguments: Returns the arguments of a task as far as they may be shown, by its name and its
+            stored message; None if none are.
+    """
+
+    now: datetime
+    zone: tzinfo
+    kinds: Sequence[Kind] = ()
+    has_all_kinds: bool = True
+    paused: tuple[Collection[str], Collection[str]] = ((), ())
+    open_jobs: Collection[str] = ()
+    arguments: Callable[[str, str], str | None] | None = None
+
+    def is_paused(self, kind: Kind) -> bool:
+        """Return whether the tasks of a kind are paused."""
+        return kind.task in self.paused[0] or kind.queue in self.paused[1]
+
+    def state(self, task: Pending) -> str:
+        """Return the state of a task that waits: one of :data:`STATES`."""
+        if task.due >= self.now:
+            return "waiting"
+        if task.job in self.open_jobs:
+            return "job-open"
+        return "held" if self.is_paused(Kind(task.task, task.queue)) else "overdue"
+
+
+def filter_of(query: Query, known: Known) -> Filter:
+    """Return which tasks match a search.
+
+    Raises:
+        Wrong: A term takes something else.
+    """
+    states, now_ms = query.states(), milliseconds_of(known.now)
+    due = query.span("due", known.now, known.zone)
+    is_due = bool(states) and "waiting" not in states
+    if is_due:
+        due = due.cut(None, now_ms)
+    elif states == {"waiting"}:
+        due = due.cut(now_ms, None)
+    kinds = None
+    # Without open jobs, their kinds say which tasks are held.
+    by_kind = is_due and known.has_all_kinds and not known.open_jobs
+    if known.has_all_kinds and (by_kind or query.named("task") or query.named("queue")):
+        takes_task, takes_queue = _matcher(query.named("task")), _matcher(query.named("queue"))
+        kinds = frozenset(
+            each
+            for each in known.kinds
+            if takes_task(each.task)
+            and takes_queue(each.queue)
+            and not (by_kind and ("held" if known.is_paused(each) else "overdue") not in states)
+        )
+    texts = {name: query.texts(name) for name in ("job", "key")}
+    only = {name: each[0] for name, each in texts.items() if len(each) == 1 and each[0]}
+    indexed = {*only, *(("task", "queue") if known.has_all_kinds else ())}
+    conditions = [*_conditions(query, known, indexed)]
+    if states and states != {"waiting"} and not by_kind:
+        conditions.append(lambda task: _is_in(known.state(task), states))
+    says = _says(query, known)
+    if (by_record := says) is not None and known.arguments is None:
+        conditions.append(lambda task: by_record(task, ""))
+        says = None
+    return Filter(
+        key=only.get("key"),
+        job=only.get("job"),
+        due_after_ms=due.start,
+        due_before_ms=due.end,
+        kinds=kinds,
+        where=(lambda task: all(each(task) for each in conditions)) if conditions else None,
+        says=says,
+    )
+
+
+def _conditions(
+    query: Query, known: Known, indexed: Collection[str]
+) -> Iterator[Callable[[Pending], bool]]:
+    """Yield what a record has to match; nothing for terms of some names, which an index has."""
+    for name in _TEXTS.keys() - indexed:
+        if terms := query.named(name):
+            yield partial(_takes, _TEXTS[name], _matcher(terms))
+    sent = query.span("sent", known.now, known.zone)
+    if sent != (None, None):
+        yield lambda task: task.sent is not None and sent.has(milliseconds_of(task.sent))
+
+
+def _says(query: Query, known: Known) -> Callable[[Pending, str], bool] | None:
+    """Return what says whether all words are in a task's key, id or arguments; None: no words."""
+    words = [["", *(part.lower() for part in each.parts), ""] for each in query.named("")]
+
+    def says(task: Pending, message: str) -> bool:
+        arguments = known.arguments and known.arguments(task.task, message)
+        texts = [(each or "").lower() for each in (task.key, task.task_id, arguments)]
+        return all(any(_fits(word, text) for text in texts) for word in words)
+
+    return says if words else None
+
+
+def completions(text: str, values: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return what a search may become that somebody is typing: its last term completed.
+
+    Args:
+        text: What has been typed.
+        values: What the terms of a name may look for, by the name.
+    """
+    begun = text.split(" ")[-1]
+    before, found = text[: len(text) - len(begun)], _name_of(begun)
+    name, sought = (found, begun[len(found) + 1 :]) if found else ("", begun)
+    terms = [
+        str(Term.of(each, value))
+        for each, all_values in values.items()
+        if not name or each == name
+        for value in all_values
+        if sought.strip('"').lower() in value.lower() and (sought or name or each == "state")
+    ]
+    names = [f"{each}:" for each in NAMES if not name and each.startswith(begun.lower())]
+    return [f"{before}{each}" for each in (*names, *terms)[:MOST_COMPLETIONS]]
+
+
+def _term_of(written: str) -> Term:
+    name = _name_of(written)
+    if name and len(written) == len(name) + 1:
+        raise Wrong(written, NAMES[name])
+    value = written[len(name) + 1 :] if name else written
+    return Term(name, "".join(_characters(value)))
+
+
+def _name_of(written: str) -> str:
+    """Return the name of a term that is written; empty for a word."""
+    found = _NAMED.fullmatch(written)
+    name = found[1].lower() if found else ""
+    return name if name in NAMES else ""
+
+
+def _characters(value: str) -> Iterator[str]:
+    for escaped, plain in _CHARACTER.findall(value):
+        if plain == "*":
+            yield plain
+        elif plain != '"':
+            yield _escaped(_meant(escaped) if escaped else plain)
+
+
+def _escaped(character: str) -> str:
+    if character in '\\*"':
+        return f"\\{character}"
+    if character.isprintable():
+        return character
+    number = ord(character)
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def _meant(escaped: str) -> str:
+    """Return the character that is meant by what stands behind a backslash."""
+    return escaped if len(escaped) == 1 else chr(int(escaped[1:], 16))
+
+
+def _matcher(terms: Sequence[Term]) -> Callable[[str | None], bool]:
+    """Return what says whether a text matches one of some terms; any text if there are none."""
+    patterns = [each.parts for each in terms]
+    return lambda text: not patterns or any(_fits(each, text or "") for each in patterns)
+
+
+def _fits(parts: Sequence[str], text: str) -> bool:
+    """Return whether a text consists of some parts, with any text between two of them."""
+    first, *middle = parts
+    if not middle:
+        return text == first
+    last, at = middle.pop(), len(first)
+    end = len(text) - len(last)
+    if at > end or not (text.startswith(first) and text.endswith(last)):
+        return False
+    for each in middle:
+        if (found := text.find(each, at, end)) < 0:
+            return False
+        at = found + len(each)
+    return True
+
+
+def _takes(
+    text_of: Callable[[Pending], str | None], takes: Callable[[str | None], bool], task: Pending
+) -> bool:
+    return takes(text_of(task))
+
+
+def _is_in(state: str, states: Collection[str]) -> bool:
+    """Return whether a state is one of some; a task of an open job is also held."""
+    return state in states or (state == "job-open" and "held" in states)
+
+
+def _span_of(term: Term, now: datetime, zone: tzinfo) -> Span:
+    """Return the span of time that a term looks for."""
+    is_ago = term.name == "sent"
+
+    def read(text: str) -> tuple[datetime, datetime]:
+        """Return the first instant of a day, a minute or an instant, and the first behind it."""
+        with suppress(InvalidDelay):
+            away = timedelta(seconds=float(parse_delay(text)))
+            instant = now - away if is_ago else now + away
+            return instant, instant
+        with suppress(ValueError):
+            day = now.astimezone(zone).date()
+            ahead = _DAYS.get(text.lower())
+            day = date.fromisoformat(text) if ahead is None else day + ahead * _DAY
+            return (
+                datetime.combine(day, time(), zone),
+                datetime.combine(day + _DAY, time(), zone),
+            )
+        instant = datetime.fromisoformat(text)
+        instant = instant if instant.tzinfo else instant.replace(tzinfo=zone)
+        return instant, instant + _MINUTE
+
+    text = "".join(term.parts)
+    sign, (first, dots, last) = text[:1], text.partition("..")
+    start: datetime | None
+    end: datetime | None
+    try:
+        if dots:
+            start, end = read(first)[0] if first else None, read(last)[1] if last else None
+            if start and end and is_ago and start > end:
+                start, end = end, start
+        else:
+            start, end = read(text[1:] if sign in "<>" else text)
+            if sign in "<>" or start == end:
+                is_length = start == end
+                is_before = (sign == ">") == (is_ago and is_length)
+                start, end = (None, start) if is_before else (end, None)
+        bounds = [
+            None if each is None else milliseconds_of(each.astimezone()) for each in (start, end)
+        ]
+    except (ValueError, OverflowError) as wrong:
+        raise Wrong(str(term), NAMES[term.name]) from wrong
+    return Span(*bounds)
