@@ -189,11 +189,14 @@ def task_or_queue(task: str | None, queue: str | None) -> str:
     return f"queue {queue}" if task is None else f"task {task}"
 
 
-def paused_line(task: str | None, queue: str | None, since: datetime) -> str:
-    """Return the line that shows what is paused, and since when."""
+def paused_line(
+    task: str | None, queue: str | None, since: datetime, until: datetime | None = None
+) -> str:
+    """Return the line that shows what is paused, since when, and until when."""
     held_ms = max(round((wall_clock.now() - since).total_seconds()), 0) * 1000
     held = delay.duration_text(held_ms)
-    return f"paused: {task_or_queue(task, queue)}, since {local(since)}, for {held}"
+    ends = "" if until is None else f", until {local(until)}"
+    return f"paused: {task_or_queue(task, queue)}, since {local(since)}, for {held}{ends}"
 
 
 @contextmanager

@@ -298,11 +298,12 @@ _names: Final = shared.options(
 
 @shared.command()
 @_names
-def pause(task: str | None, queue: str | None) -> None:
+@click.option("--until", type=shared.instant_type, help="The instant at which the pause ends.")
+def pause(task: str | None, queue: str | None, until: datetime | None) -> None:
     """Hold back the due tasks of a name, or for a queue."""
     _check(task, queue)
     with with_registry() as delays:
-        paused = Paused(task, queue, delays.pause(task=task, queue=queue))
+        paused = Paused(task, queue, delays.pause(task=task, queue=queue, until=until), until)
     shared.answer(paused._asdict(), [shared.paused_line(*paused)])
 
 

@@ -11,7 +11,7 @@ from typing import Final
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.exceptions import PublishError, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
+from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, milliseconds_of
 from celery_rabbitdelay.levels.headers import COMMITTED, JOB, JOB_ID, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
@@ -120,7 +120,13 @@ class Holding:
             raise
         self.commit_job(job)
 
-    def pause(self, *, task: str | None = None, queue: str | None = None) -> datetime:
+    def pause(
+        self,
+        *,
+        task: str | None = None,
+        queue: str | None = None,
+        until: datetime | None = None,
+    ) -> datetime:
         """Hold back the delayed tasks of a name, or for a queue, until they are resumed.
 
         From a second later at most, a delayed task that arrives at a worker goes into the queue of
@@ -131,14 +137,18 @@ class Holding:
         Args:
             task: The name of the tasks.
             queue: Instead of a name: the name of the queue.
+            until: When the pause ends by itself; None: with :meth:`resume`. A second call replaces
+                it.
 
         Returns:
             Since when they are paused: earlier than now if they were already.
 
         Raises:
+            InvalidDelay: ``until`` is a naive datetime.
             TypeError: Not exactly one of a task's name and a queue's name, or it is no text.
         """
-        return self.registry.pauses.pause(*_one(task, queue))
+        until_ms = None if until is None else milliseconds_of(until)
+        return self.registry.pauses.pause(*_one(task, queue), until_ms)
 
     def resume(self, *, task: str | None = None, queue: str | None = None) -> bool:
         """Let paused tasks run: workers return them to their queues at once.
@@ -156,7 +166,10 @@ class Holding:
         return self.registry.pauses.resume(*_one(task, queue))
 
     def paused(self) -> list[Paused]:
-        """Return what is paused: each with ``task`` or ``queue``, and ``since``; oldest first."""
+        """Return what is paused, the oldest first.
+
+        Each has ``task`` or ``queue``, ``since``, and ``until`` (None if it has no end).
+        """
         return self.registry.pauses.all()
 
 

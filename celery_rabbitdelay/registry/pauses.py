@@ -47,11 +47,13 @@ class Paused(NamedTuple):
         task: The name of the tasks; None if they are those for a queue.
         queue: The name of the queue; None if they are those of a name.
         since: Since when.
+        until: Until when; None until they are resumed.
     """
 
     task: str | None
     queue: str | None
     since: datetime
+    until: datetime | None = None
 
 
 class Pauses:
@@ -69,28 +71,35 @@ class Pauses:
         self._known: Mapping[str, int] | None = None
         self._known_until = 0.0
 
-    def pause(self, task: str | None, queue: str | None) -> datetime:
+    def pause(self, task: str | None, queue: str | None, until_ms: int | None = None) -> datetime:
         """Pause the tasks of a name, or for a queue; return since when they are paused.
+
+        Args:
+            task: The name; None for a queue.
+            queue: The queue; None for a name.
+            until_ms: When the pause ends by itself, by the clock of Redis, in milliseconds since
+                1970-01-01 UTC; None: at the resume. It replaces that of an earlier call.
 
         Raises:
             RegistryUnavailable: Redis does not answer, or has not enough copies; see
                 :meth:`.Store.call_durably`.
         """
-        return instant_of(int(self._change("pause", _field(task, queue))))
+        until = "" if until_ms is None else str(until_ms)
+        return instant_of(int(self._change("pause", _field(task, queue), until)))
 
     def resume(self, task: str | None, queue: str | None) -> bool:
         """Take :meth:`pause` back; return whether they were paused."""
-        return bool(self._change("resume", _field(task, queue)))
+        return bool(self._change("resume", _field(task, queue), ""))
 
     def all(self) -> list[Paused]:
         """Return what is paused, the longest first."""
-        found = sorted((since, field) for field, since in _read(self._look()).items())
         paused = []
-        for since, field in found:
+        for field, (since_ms, until_ms) in _read(self._look()).items():
             kind, _, name = field.partition(":")
             task, queue = (name, None) if kind == "task" else (None, name)
-            paused.append(Paused(task, queue, instant_of(since)))
-        return paused
+            until = None if until_ms is None else instant_of(until_ms)
+            paused.append(Paused(task, queue, instant_of(since_ms), until))
+        return sorted(paused, key=lambda each: each.since)
 
     def known(self) -> Mapping[str, int]:
         """Return what is paused, or was a second ago; for :func:`paused_since`.
@@ -125,7 +134,7 @@ class Pauses:
 
     def _readable_ones(self, answer: Sequence[str]) -> Mapping[str, int]:
         try:
-            return _read(answer)
+            return {field: since_ms for field, (since_ms, _) in _read(answer).items()}
         except RegistryUnavailable as error:
             if self._unreadable.allows(str(error)):
                 logger.error("No task is paused: %s", error)
@@ -136,8 +145,8 @@ class Pauses:
         answers = self._store.call_each([ScriptCall("pause", [self._key], [("look",)])])
         return answers[0]
 
-    def _change(self, verb: str, field: str) -> str:
-        call = ScriptCall("pause", [self._key], [(verb, field)])
+    def _change(self, verb: str, field: str, until: str) -> str:
+        call = ScriptCall("pause", [self._key], [(verb, field, until)])
         (answer,) = self._store.call_durably([call])
         return str(readable("what is paused", answer))
 
@@ -171,10 +180,15 @@ def _field(task: str | None, queue: str | None) -> str:
     return f"{_QUEUE}{queue}" if task is None else f"{_TASK}{task}"
 
 
-def _read(answer: Sequence[str]) -> dict[str, int]:
-    """Return since when what is paused, by field; what is no instant counts as long ago."""
+def _read(answer: Sequence[str]) -> dict[str, tuple[int, int | None]]:
+    """Return since when and until when what is paused, by field, in milliseconds.
+
+    What is no instant counts as long ago, or as no end.
+    """
     told = list(readable("what is paused", answer))
-    return {
-        field: max(int(since), 1) if is_digits(since, LATEST_MS) else 1
-        for field, since in zip(told[::2], told[1::2], strict=True)
-    }
+    paused: dict[str, tuple[int, int | None]] = {}
+    for field, value in zip(told[::2], told[1::2], strict=True):
+        since, _, until = value.partition(" ")
+        since_ms = max(int(since), 1) if is_digits(since, LATEST_MS) else 1
+        paused[field] = since_ms, int(until) if is_digits(until, LATEST_MS) else None
+    return paused

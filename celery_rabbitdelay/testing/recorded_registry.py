@@ -331,9 +331,15 @@ class _Pauses(Pauses):
         return {}
 
     def _look(self) -> list[str]:
+        for field, value in [*self._since.items()]:
+            _, _, until = value.partition(" ")
+            if until and int(until) <= wall_clock.ms():
+                del self._since[field]
         return [word for pause in self._since.items() for word in pause]
 
-    def _change(self, verb: str, field: str) -> str:
-        if verb == "resume":
-            return self._since.pop(field, "")
-        return self._since.setdefault(field, str(wall_clock.ms()))
+    def _change(self, verb: str, field: str, until: str) -> str:
+        since, _, _ = self._since.pop(field, "").partition(" ")
+        if verb == "pause":
+            since = since or str(wall_clock.ms())
+            self._since[field] = f"{since} {until}" if until else since
+        return since

@@ -6,6 +6,7 @@ Pauses among all other decisions are in ``test_recorded_sequences.py``.
 import time
 from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -14,6 +15,7 @@ import pytest
 from celery.exceptions import TaskRevokedError
 
 from celery_rabbitdelay import Outcome, RegistryUnavailable
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import RedisServer, Travel, wait_for
 from tests.kernel.integration.notes import Notes
@@ -187,6 +189,17 @@ def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
     delays.resume(task="note")
     travel.until(travel.nothing_waits)
     assert Counter(travelled()) == Counter({"kept", "newer"})
+
+
+def test_what_is_paused_until_an_instant_runs_then(travelled: Notes, travel: Travel) -> None:
+    delays, now = travelled.shop.rabbitdelay, wall_clock.now()
+    delays.pause(task="note", until=now + timedelta(hours=2))
+    travelled.send("held", delay=DELAY)
+    travel(hours=1.9)
+    assert travelled() == []
+    travel(hours=0.2)
+    travel.until(travel.nothing_waits)
+    assert (travelled(), delays.paused()) == (["held"], [])
 
 
 def test_hours_past_a_pause_have_few_stops_and_what_is_resumed_runs_at_once(

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from celery_rabbitdelay import RegistryUnavailable
+from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import Registry
@@ -48,12 +49,27 @@ def test_what_is_paused_is_listed_since_it_was_paused_first(registry: Registry) 
     assert pauses.pause("shop.remind", None) == since
     of_queue = pauses.pause(None, "mails: für \ud83d")
     assert {*pauses.all()} == {
-        ("shop.remind", None, since),
-        (None, "mails: für \ud83d", of_queue),
+        ("shop.remind", None, since, None),
+        (None, "mails: für \ud83d", of_queue, None),
     }
     assert [pauses.resume("shop.remind", None) for _ in range(2)] == [True, False]
     assert pauses.resume(None, "shop.remind") is False
     assert [each.queue for each in pauses.all()] == ["mails: für \ud83d"]
+
+
+def test_a_pause_ends_by_itself_at_its_instant(registry: Registry) -> None:
+    pauses, soon_ms = registry.pauses, registry.now_ms() + 200
+    since = pauses.pause("shop.remind", None, soon_ms + MINUTE_MS)
+    of_queue = pauses.pause(None, "mails")
+    assert pauses.pause("shop.remind", None, soon_ms) == since, "its end is another one"
+    assert {*pauses.all()} == {
+        ("shop.remind", None, since, instant_of(soon_ms)),
+        (None, "mails", of_queue, None),
+    }
+    wait_for(lambda: [each.queue for each in pauses.all()] == ["mails"], "its end")
+    assert soon_ms <= registry.now_ms()
+    assert pauses.resume("shop.remind", None) is False
+    assert pauses.pause("shop.remind", None) > since
 
 
 def test_a_paused_task_asks_again_soon_and_another_message_of_it_may_run_meanwhile(
