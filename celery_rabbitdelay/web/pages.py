@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeAlias
 from starlette.responses import Response
 
 from celery_rabbitdelay.schedules.schedules import Schedules
-from celery_rabbitdelay.web import deciding, now, schedules, undeliverable, waiting
+from celery_rabbitdelay.web import deciding, holding, now, schedules, undeliverable, waiting
 from celery_rabbitdelay.web.asked import Asked
 
 #: Returns what a page and its JSON show; or a file. It may block; it is called in a thread.
@@ -58,10 +58,14 @@ PAGES: Final = (
     Page("undeliverable/message", undeliverable.message, "Message", "message"),
     Page("undeliverable/all", undeliverable.confirm, "All that match", "undeliverable_confirm"),
     _action("undeliverable/decide-all", undeliverable.decide),
-    _in_menu("jobs", waiting.jobs, "Jobs", "jobs"),
-    _action("jobs/open", waiting.open_job),
-    _action("jobs/commit", partial(waiting.change_job, "commit_job", "committed")),
-    _action("jobs/abort", partial(waiting.change_job, "abort_job", "aborted")),
+    _in_menu("jobs", holding.jobs, "Jobs", "jobs"),
+    Page("jobs/one", holding.job, "Job", "job"),
+    _action("jobs/open", holding.open_job),
+    _action("jobs/commit", partial(holding.change_job, "commit_job", "committed")),
+    _action("jobs/abort", partial(holding.change_job, "abort_job", "aborted")),
+    _in_menu("pauses", holding.pauses, "Pauses", "pauses", refresh=5),
+    _action("pauses/pause", holding.pause),
+    _action("pauses/resume", holding.resume),
     _in_menu("schedules", schedules.schedules, "Schedules", "schedules", refresh=30),
     Page("schedules/one", schedules.schedule, "Schedule", "schedule"),
     _action("schedules/edit", schedules.edit),

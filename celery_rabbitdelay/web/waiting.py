@@ -8,20 +8,17 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from kombu import Queue
-from starlette.exceptions import HTTPException
 
-from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
+from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.publishing.declaration import Backlog, queue_counts
 from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.search import Found, Place, count_at_least, search
-from celery_rabbitdelay.web.site import STATUS_PERIOD, log_action
+from celery_rabbitdelay.web.site import STATUS_PERIOD
 
 #: How many tasks a page has unless it says so, and at most.
 PAGE, MOST = 50, 500
@@ -31,9 +28,6 @@ SIMILAR: Final = 5
 
 #: The fields that choose tasks.
 FILTERS: Final = ("task", "key", "job", "due_after", "due_before")
-
-#: How many open jobs are listed, those that expire first.
-MOST_JOBS: Final = 50
 
 #: What is said of a task that does not wait.
 ENDED: Final = {
@@ -231,52 +225,3 @@ def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
             f"it has a free process. {_waits_on(task, held)} Otherwise its message was lost.",
             "health",
         )
-
-
-def jobs(asked: Asked) -> dict[str, object]:
-    """Return the jobs that are open, and the state of the job of a name.
-
-    Of each, also how many of its tracked tasks wait.
-    """
-    registry = asked.with_registry.registry
-    listed = registry.jobs.all(registry.now_ms(), 10 * MOST_JOBS)
-    opened = [
-        (each.name, milliseconds_of(each.expires))
-        for each in sorted(listed, key=lambda each: each.expires)
-        if each.state is JobState.OPEN
-    ]
-    tasks = registry.index.counts([Filter(job=name) for name, _ in opened[:MOST_JOBS]])
-    told = [
-        {"name": name, "expires": instant_of(expires_ms), "tasks": waiting}
-        for (name, expires_ms), waiting in zip(opened, tasks, strict=False)
-    ]
-    return {**_named(asked), "open": told, "may_be_more": len(opened) > MOST_JOBS}
-
-
-def _named(asked: Asked) -> dict[str, object]:
-    """Return the state of the job of a name, and how many of its tracked tasks wait."""
-    registry, name = asked.with_registry.registry, asked.fields.get("name")
-    if name is None:
-        return {"name": None, "state": None, "tasks": None}
-    state = registry.jobs.state(name)
-    tasks = registry.index.count(Filter(job=name))
-    return {"name": name, "state": None if state is None else state.value, "tasks": tasks}
-
-
-def open_job(asked: Asked) -> dict[str, object]:
-    """Open a job: the tasks that are sent with it wait until it is committed."""
-    expires = asked.duration("expires")
-    if not expires:
-        raise Wrong("expires", "takes the time until it is aborted unless it is committed: 1h30m")
-    return change_job("open_job", "opened", asked, expires=expires)
-
-
-def change_job(method: str, what: str, asked: Asked, **options: object) -> dict[str, object]:
-    """Change the job of a name: open, commit or abort it."""
-    name = asked.fields.needed("name")
-    try:
-        getattr(asked.with_registry, method)(name, **options)
-    except JobClosed as closed:
-        raise HTTPException(409, str(closed)) from closed
-    log_action(asked.user, f"{what} the job", 1, name)
-    return {**_named(asked), "see": f"jobs?{asked.fields.address(token=None, expires=None)}"}

@@ -499,18 +499,58 @@ def test_a_job_is_opened_and_its_tasks_wait_for_its_commit_or_its_end(
         name = f"import & <b>{uuid4().hex}"
         for wrong in ({}, {"expires": "0"}, {"expires": "9" * 400 + "d"}):
             assert browser.post("/jobs/open", name=name, **wrong).status_code == 400, wrong
-        assert browser.json("/jobs", name=name)["state"] is None
+        assert browser.json("/jobs/one", name=name)["state"] is None
         opened = browser.post("/jobs/open", name=name, expires="1h")
         assert browser.get(opened.headers["Location"]).status_code == 200
-        shop.tasks["look"].apply_async(delay=5, job=name)
-        told = browser.json("/jobs", name=name)
+        send(shop, job=name)
+        told = browser.json("/jobs/one", name=name)
         assert (told["name"], told["state"], told["tasks"]) == (name, "open", 1)
-        assert [(each["name"], each["tasks"]) for each in told["open"]] == [(name, 1)]
+        (listed,) = browser.json("/jobs", state="open", name="import*")["jobs"]
+        assert (listed["name"], listed["tasks"]) == (name, 1)
         assert browser.post("/jobs/open", name=name, expires="1h").status_code == 409
         assert browser.post(f"/jobs/{path}", name=name).status_code == 303
-        assert browser.json("/jobs", name=name)["state"] == state
-        assert_harmless(browser.get("/jobs", params={"name": name}).text)
+        assert browser.json("/jobs/one", name=name)["state"] == state
+        assert browser.json("/jobs", state="open")["count"] == 0
+        for page in ("/jobs", "/jobs/one"):
+            assert_harmless(browser.get(page, params={"name": name}).text)
     assert browser.post("/jobs/commit", name=name).status_code == 409
+    told = browser.json("/jobs", age="a day", name="import & <b>*")
+    assert {each["value"]: each["count"] for each in told["states"]} == {
+        "committed": 1,
+        "aborted": 1,
+    }
+    assert browser.json("/jobs", name="export*")["jobs"] == []
+
+
+def test_a_task_and_a_queue_are_paused_and_resumed_and_what_is_held_is_counted(
+    shop: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, noon = named(shop, "default"), wall_clock.now() + timedelta(days=1)
+    send(shop, 2, hours=1)
+    send(shop, 1, hours=3)
+    try:
+        for what, name, until in (("task", "look", noon), ("queue", queue, None)):
+            wanted = {} if until is None else {"until": until.isoformat()}
+            assert browser.post("/pauses/pause", what=what, name=name, **wanted).status_code == 303
+        early = browser.post("/pauses/pause", what="task", name="look", until="2020-01-01T00:00")
+        assert early.status_code == 400
+        two_hours_later = time.time_ns() + 2 * HOUR * 10**9
+        monkeypatch.setattr(wall_clock, "source", lambda: two_hours_later)
+        told = browser.json("/pauses")["paused"]
+        assert [(each["what"], each["name"], each["held"], each["ahead"]) for each in told] == [
+            ("task", "look", 2, 1),
+            ("queue", queue, 2, 1),
+        ]
+        ends = [each["until"] and datetime.fromisoformat(each["until"]) for each in told]
+        assert ends[1] is None
+        assert abs(ends[0] - noon) < timedelta(milliseconds=1)
+        assert_harmless(browser.get("/pauses").text)
+        for what, name in (("task", "look"), ("queue", queue)):
+            assert browser.post("/pauses/resume", what=what, name=name).status_code == 303
+        assert browser.json("/pauses")["paused"] == []
+    finally:
+        shop.rabbitdelay.resume(task="look")
+        shop.rabbitdelay.resume(queue=queue)
 
 
 def test_a_schedule_is_paused_resumed_triggered_and_ended(shop: Any, browser: Browser) -> None:

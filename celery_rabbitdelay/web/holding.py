@@ -1,0 +1,138 @@
+"""The pages Jobs and Pauses: what holds tasks back until somebody lets them run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from typing import Final
+
+from starlette.exceptions import HTTPException
+
+from celery_rabbitdelay.exceptions import JobClosed
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import milliseconds_of
+from celery_rabbitdelay.registry.index import Filter
+from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.web.asked import Asked, Wrong
+from celery_rabbitdelay.web.query import Query, Term
+from celery_rabbitdelay.web.site import log_action
+
+#: How many jobs are read, the newest ones, and how many of those that match are listed.
+MOST_READ, LISTED = 10_000, 200
+
+#: How old a job may be, by what the page calls it.
+AGES: Final = {
+    "an hour": timedelta(hours=1),
+    "a day": timedelta(days=1),
+    "a week": timedelta(days=7),
+}
+
+#: How many names are proposed for a pause.
+MOST_NAMES: Final = 500
+
+
+def jobs(asked: Asked) -> dict[str, object]:
+    """Return the jobs that match, the newest first, and how many tracked tasks of each wait."""
+    fields, registry, now = asked.fields, asked.with_registry.registry, wall_clock.now()
+    pattern = fields.get("name") or "*"
+    found = [
+        each
+        for each in registry.jobs.all(registry.now_ms(), MOST_READ)
+        if fnmatchcase(each.name, pattern.replace("[", "[[]"))
+    ]
+    state = fields.one_of("state", ["", *(each.value for each in JobState)], "")
+    age = fields.one_of("age", ["", *AGES], "")
+    of_age = [each for each in found if not age or now - each.opened <= AGES[age]]
+    of_state = [each for each in found if state in ("", each.state.value)]
+    chosen = [each for each in of_age if each in of_state]
+    states = Counter(each.state.value for each in of_age)
+    ages = {
+        name: sum(now - each.opened <= most for each in of_state) for name, most in AGES.items()
+    }
+    tasks = registry.index.counts([Filter(job=each.name) for each in chosen[:LISTED]])
+    return {
+        "jobs": [
+            {**each._asdict(), "state": each.state.value, "tasks": number}
+            for each, number in zip(chosen, tasks, strict=False)
+        ],
+        "count": len(chosen),
+        "states": asked.facet("state", states),
+        "ages": asked.facet("age", ages),
+    }
+
+
+def job(asked: Asked) -> dict[str, object]:
+    """Return the state of a job, and how many tracked tasks of it wait."""
+    registry, name = asked.with_registry.registry, asked.fields.needed("name")
+    state = registry.jobs.state(name)
+    return {
+        "name": name,
+        "state": None if state is None else state.value,
+        "tasks": registry.index.count(Filter(job=name)),
+        "q": str(Query((Term.of("job", name),))),
+    }
+
+
+def open_job(asked: Asked) -> dict[str, object]:
+    """Open a job: the tasks that are sent with it wait until it is committed."""
+    expires = asked.duration("expires")
+    if not expires:
+        raise Wrong("expires", "takes the time until it is aborted unless it is committed: 1h30m")
+    return change_job("open_job", "opened", asked, expires=expires)
+
+
+def change_job(method: str, what: str, asked: Asked, **options: object) -> dict[str, object]:
+    """Change the job of a name: open, commit or abort it."""
+    name = asked.fields.needed("name")
+    try:
+        getattr(asked.with_registry, method)(name, **options)
+    except JobClosed as closed:
+        raise HTTPException(409, str(closed)) from closed
+    log_action(asked.user, f"{what} the job", 1, name)
+    return {**job(asked), "see": f"jobs/one?{asked.fields.address(token=None, expires=None)}"}
+
+
+def pauses(asked: Asked) -> dict[str, object]:
+    """Return what is paused, and how many tracked tasks of each are held."""
+    delays, now_ms = asked.with_registry, milliseconds_of(wall_clock.now())
+    kinds = delays.registry.index.summary([now_ms]).kinds
+    paused = []
+    for each in delays.paused():
+        what, name = ("queue", each.queue) if each.task is None else ("task", each.task)
+        of_it = [kind for kind in kinds if getattr(kind.kind, what) == name]
+        held = sum(kind.before[0] for kind in of_it)
+        told = {
+            "what": what,
+            "name": name,
+            "held": held,
+            "q": str(Query((Term.of(what, str(name)),))),
+        }
+        paused.append({**each._asdict(), **told, "ahead": sum(k.total for k in of_it) - held})
+    tasks = {*asked.site.app.tasks, *(each.kind.task for each in kinds)}
+    queues = {each.kind.queue for each in kinds}
+    names = [each for each in sorted(tasks | queues) if each and not each.startswith("celery.")]
+    return {"paused": paused, "names": names[:MOST_NAMES]}
+
+
+def pause(asked: Asked) -> dict[str, object]:
+    """Hold back the due tasks of a name, or for a queue, until an instant or the resume."""
+    until, (what, name) = asked.instant("until"), _meant(asked)
+    if until is not None and until <= wall_clock.now():
+        raise Wrong("until", "takes an instant that is still to come")
+    since = asked.with_registry.pause(**{what: name}, until=until)
+    log_action(asked.user, f"paused the {what}", 1, name)
+    return {"since": since, "until": until, "see": "pauses"}
+
+
+def resume(asked: Asked) -> dict[str, object]:
+    """Let the tasks of a name, or for a queue, run again."""
+    what, name = _meant(asked)
+    was_paused = asked.with_registry.resume(**{what: name})
+    log_action(asked.user, f"resumed the {what}", int(was_paused), name)
+    return {"was_paused": was_paused, "see": "pauses"}
+
+
+def _meant(asked: Asked) -> tuple[str, str]:
+    """Return what the form names: a task or a queue, and its name."""
+    return asked.fields.one_of("what", ("task", "queue"), "task"), asked.fields.needed("name")
