@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -12,6 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.headers import KEY, X_DELAY
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations import undeliverable as read
 from celery_rabbitdelay.operations.mover import Place
@@ -27,8 +34,11 @@ PERIOD, MOST_READ, MOST_BODY = 30.0, 1_000, 16_384
 #: How many bytes of each body are shown and exported, as ``undeliverable list --full`` prints.
 SHOWN_BODY: Final = 2_000
 
-#: How many messages a page lists.
-LISTED: Final = 100
+#: How many messages a page lists, and how many tasks and queues are proposed as filters.
+LISTED, MOST = 100, 20
+
+#: Seconds of a day.
+DAY: Final = 86_400
 
 #: Why a redrive or a purge ends that somebody has stopped.
 STOPPED: Final = "stopped on the page"
@@ -48,11 +58,13 @@ class Kept(NamedTuple):
 
     Attributes:
         number: Its place in the queue, from 1.
+        name: Names it, also after another reading; copies of one message have the same.
         message: The message, without a body that is too long.
         body: What is shown of its body.
     """
 
     number: int
+    name: str
     message: read.UndeliverableMessage
     body: dict[str, Any]
 
@@ -65,6 +77,7 @@ def _latest(site: Site) -> Reading[list[Kept]]:
         return [
             Kept(
                 number,
+                _name(each),
                 each if len(each.body) <= MOST_BODY else each._replace(body=b""),
                 read.shown_body(each.body, SHOWN_BODY),
             )
@@ -74,37 +87,92 @@ def _latest(site: Site) -> Reading[list[Kept]]:
     return site.latest("undeliverable", partial(site.ask, kept), PERIOD)
 
 
+def _name(found: read.UndeliverableMessage) -> str:
+    """Return what names a message; the broker changes its own headers and its place."""
+    parts = found.exchange, found.routing_key, found.found.task_id, sorted(found.properties.items())
+    return hashlib.sha256(repr(parts).encode() + found.body).hexdigest()[:20]
+
+
 def undeliverable(asked: Asked) -> dict[str, object]:
     """Return why messages could not be delivered, and the first ones of those that match."""
-    wanted, reading = _filter(asked), _latest(asked.site)
-    found = [each for each in reading.value or () if wanted.matches(each.message)]
+    reading, fields = _latest(asked.site), asked.fields
+    kept = reading.value or []
+    wanted = _filter(asked)
+    found = [each for each in kept if wanted.matches(each.message)]
     summary = read.UndeliverableSummary()
     for each in found:
         summary.add(each.message)
+    reasons = summary.by_count()
     return {
         "taken": reading.taken,
         "error": reading.error,
-        "read": None if reading.value is None else len(reading.value),
+        "read": None if reading.value is None else len(kept),
         "count": summary.count,
-        "reasons": [*map(vars, summary.by_count())],
-        "messages": [
-            {**read.summary_of(each.number, each.message), "size": each.body["size"]}
-            for each in found[:LISTED]
+        "reasons": [
+            {**vars(each), "address": fields.address(reason=each.reason)} for each in reasons
         ],
+        "tasks": asked.facet("task", _count(kept, replace(wanted, tasks=()), "tasks")),
+        "queues": asked.facet("queue", _count(kept, replace(wanted, queues=()), "queues")),
+        "days": [*_days(asked, kept, replace(wanted, older_than=None, newer_than=None))],
+        "messages": [_listed(each) for each in found[:LISTED]],
         "shows_arguments": asked.site.options.shows_arguments,
     }
 
 
+def _count(kept: list[Kept], wanted: read.UndeliverableFilter, name: str) -> dict[str, int]:
+    """Return the tasks, or the queues, of the messages that match, the most frequent ones first."""
+    contents = (read.Contents.of(each.message) for each in kept if wanted.matches(each.message))
+    return dict(Counter(each for one in contents for each in getattr(one, name)).most_common(MOST))
+
+
+def _days(
+    asked: Asked, kept: list[Kept], wanted: read.UndeliverableFilter
+) -> Iterator[dict[str, object]]:
+    """Yield today, yesterday, and before, as a facet: how many messages came then."""
+    now = wall_clock.now().astimezone(asked.site.app.timezone)
+    today = int((now - now.replace(hour=0, minute=0, second=0, microsecond=0)).total_seconds())
+    present = asked.fields.get("older_than"), asked.fields.get("newer_than")
+    for name, older, newer in (
+        ("today", None, today),
+        ("yesterday", today, today + DAY),
+        ("before", today + DAY, None),
+    ):
+        ends = [None if each is None else timedelta(seconds=each) for each in (older, newer)]
+        then = replace(wanted, older_than=ends[0], newer_than=ends[1])
+        of_it = [None if each is None else f"{each}s" for each in (older, newer)]
+        is_on = [each is None for each in of_it] == [each is None for each in present]
+        address = asked.fields.address(older_than=of_it[0], newer_than=of_it[1])
+        count = sum(then.matches(each.message) for each in kept)
+        yield {"value": name, "count": count, "address": address, "is_on": is_on}
+
+
+def _listed(kept: Kept) -> dict[str, object]:
+    """Return what the list says of a message; of one without a task, where it came from."""
+    headers = kept.message.headers
+    key, x_delay = headers.get(KEY), headers.get(X_DELAY)
+    return {
+        **read.summary_of(kept.number, kept.message),
+        "name": kept.name,
+        "due": kept.message.found.due,
+        "since": kept.message.found.since,
+        "exchange": kept.message.exchange,
+        "routing_key": kept.message.routing_key,
+        "key": None if key is None else str(key),
+        "x_delay": None if x_delay is None else str(x_delay),
+        "size": kept.body["size"],
+    }
+
+
 def message(asked: Asked) -> dict[str, object]:
-    """Return all that is known of one message that could not be delivered, by its task's id."""
-    wanted = read.UndeliverableFilter(ids=(asked.fields.needed("id"),))
+    """Return all that is known of one message that could not be delivered."""
+    name = asked.fields.needed("name")
     for each in _latest(asked.site).value or ():
-        if wanted.matches(each.message):
+        if each.name == name:
             record = _record(asked, each)
             body = record["body"] or {"text": None}
             text = body["text"] if body["text"] is not None else body.get("base64")
-            return {"message": {**record, "body": text}}
-    raise HTTPException(404, "No message of this id is among those that were read.")
+            return {"message": {**record, "body": text, "name": name}}
+    raise HTTPException(404, "This message is not among those that were read: it may have left.")
 
 
 def export(asked: Asked) -> Response:

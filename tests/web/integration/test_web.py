@@ -439,12 +439,41 @@ def test_undeliverable_messages_are_counted_redriven_and_deleted_as_many_as_were
     assert browser.json("/undeliverable")["read"] == 1
 
 
+def test_undeliverable_messages_are_named_and_found_by_queue_day_and_reason_and_opened(
+    shop: Any, browser: Browser, connection: Connection
+) -> None:
+    queue = lose(shop, connection, 2)
+    stray = message("<b>no task", {"x-delay": 4711})
+    put(connection, shop.rabbitdelay.topology, stray, routing_key="orders.<i>new")
+    told = browser.json("/undeliverable")
+    (stranger,) = [each for each in told["messages"] if each["task_id"] is None]
+    assert (stranger["x_delay"], stranger["size"]) == ("4711", len("<b>no task"))
+    assert stranger["routing_key"] == "orders.<i>new"
+    assert_harmless(browser.get("/undeliverable").text)
+    opened = browser.get(f"/undeliverable/message?name={stranger['name']}")
+    assert (opened.status_code, "4711" in opened.text) == (200, True)
+    assert_harmless(opened.text)
+    facets = {
+        name: {each["value"]: (each["count"], each["address"]) for each in told[name]}
+        for name in ("tasks", "queues", "days")
+    }
+    assert facets["tasks"]["look"][0] == facets["queues"][queue][0] == 2
+    for name in ("tasks", "queues"):
+        (_, address), *_ = facets[name].values()
+        assert browser.json(f"/undeliverable?{address}")["count"] == 2
+    for count, address in facets["days"].values():
+        assert browser.json(f"/undeliverable?{address}")["count"] == count
+    assert sum(count for count, _ in facets["days"].values()) == 2, "one does not say since when"
+    for each in told["reasons"]:
+        assert browser.json(f"/undeliverable?{each['address']}")["count"] == each["count"]
+
+
 def test_bodies_of_undeliverable_messages_are_hidden_masked_or_exported_as_the_command_lists_them(
     shop: Any, browser: Browser, connection: Connection
 ) -> None:
     lose(shop, connection, 2)
     (first, _) = browser.json("/undeliverable")["messages"]
-    address = f"/undeliverable/message?id={first['task_id']}"
+    address = f"/undeliverable/message?name={first['name']}"
     assert "card 4711" not in browser.get(address).text + browser.get(f"/api{address}").text
     assert browser.get("/undeliverable/export").status_code == 403
 
