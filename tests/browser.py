@@ -162,6 +162,9 @@ KNOWN_TAGS = {
     *(
         "article",
         "svg",
+        "details",
+        "summary",
+        "code",
         "symbol",
         "use",
         "path",

@@ -26,6 +26,7 @@ from celery_rabbitdelay.web.access import COOKIE, Session, Visitor
 from celery_rabbitdelay.web.asked import Asked, Fields, fields_of, form_of
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.pages import PAGES, Page
+from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import Site
 
 #: The header of an action's token; ``/api/session`` returns the token.
@@ -76,6 +77,7 @@ class Server:
             zone=str(zone),
             menu=[each for each in PAGES if each.in_menu],
             most_in_address=shown.MOST_IN_ADDRESS,
+            term=lambda name, text: str(Term.of(name, text)),
             has_sign_in=site.options.users is not None,
         )
 
@@ -202,7 +204,7 @@ class Server:
             path = _here(request).lstrip("/") if is_page else "now"
             return self._sign_in_form(request, HTTPException(401, ""), path)
         visitor = await self._access.visitor(request)
-        values = {"why": error.detail, "error": error}
+        values = {"why": error.detail, "error": error, "q": request.query_params.get("q", "")}
         return self._html(request, "error", values, visitor, error.status_code)
 
     async def _broken(self, request: Request, error: Exception) -> Response:

@@ -14,10 +14,10 @@ from celery_rabbitdelay.metrics.reading import AWAY, why
 from celery_rabbitdelay.registry.commands import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.record import record_of
-from celery_rabbitdelay.web import search
 from celery_rabbitdelay.web.asked import Asked, Wrong
+from celery_rabbitdelay.web.search import Search, Until, all_at, each_by, postpone_batches
 from celery_rabbitdelay.web.site import Does, Verb, Work, in_batches, log_action
-from celery_rabbitdelay.web.waiting import FILTERS, filter_of
+from celery_rabbitdelay.web.waiting import rows
 
 #: What can be decided, and how the log and the pages name it.
 ACTIONS: Final = {
@@ -26,16 +26,19 @@ ACTIONS: Final = {
     "run-now": Verb("running now", "run now"),
 }
 
+#: How many of the tasks are shown before a decision about them.
+SHOWN: Final = 10
+
+#: The pages that a decision leads back to.
+BACK: Final = ("waiting?", "waiting/task?")
+
 #: The fields of a decision about all that match that are no part of the search.
 NOT_OF_SEARCH: Final = ("token", "action", "sent_before", "by", "until")
 
 
 def decide(action: str, asked: Asked) -> dict[str, object]:
     """Decide about the selected tasks, one after the other; an error ends that."""
-    decide = _decision(asked, _until(asked, action))
-    ids = list(dict.fromkeys(asked.fields.getlist("id")))
-    if not ids:
-        raise Wrong("id", "select at least one task")
+    decide, ids = _decision(asked, _until(asked, action)), _ids(asked)
     outcomes: list[dict[str, str]] = []
     error = None
     try:
@@ -52,10 +55,24 @@ def decide(action: str, asked: Asked) -> dict[str, object]:
         "outcomes": outcomes,
         "left": ids[len(outcomes) :],
         "error": error,
+        "back": _back(asked),
     }
 
 
-def _decision(asked: Asked, until: search.Until | None) -> Callable[[str], Outcome]:
+def _ids(asked: Asked) -> list[str]:
+    """Return the ids of the selected tasks."""
+    if ids := list(dict.fromkeys(asked.fields.getlist("id"))):
+        return ids
+    raise Wrong("id", "select at least one task")
+
+
+def _back(asked: Asked) -> str:
+    """Return the page that a decision leads back to, with its query."""
+    back = asked.fields.get("back", "")
+    return back if back.startswith(BACK) else "waiting"
+
+
+def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
     """Return what cancels the task of an id, or, with ``until``, lets it run at another time."""
     delays = asked.with_registry
     if until is None:
@@ -73,40 +90,53 @@ def _decision(asked: Asked, until: search.Until | None) -> Callable[[str], Outco
 
 
 def confirm(asked: Asked) -> dict[str, object]:
+    """Return the selected tasks, for the question whether to decide about them."""
+    action, ids = asked.fields.one_of("action", ACTIONS, ""), _ids(asked)
+    search = Search.of(asked)
+    tasks = search.delays.registry.index.tasks(ids[:SHOWN])
+    told = {"sent_before": None, "ids": ids, "count": len(ids), "may_be_more": False}
+    return {"action": action, "back": _back(asked), "tasks": rows(search, tasks), **told}
+
+
+def confirm_all(asked: Asked) -> dict[str, object]:
     """Count the tasks that match; what is sent afterwards is left out of a decision about all."""
-    action, delays = asked.fields.one_of("action", ACTIONS, "cancel"), asked.with_registry
-    end = instant_of(delays.registry.after_all_sent_ms())
-    count, may_be_more = search.count_at_least(delays, filter_of(asked))
+    action = asked.fields.one_of("action", ACTIONS, "cancel")
+    # Before the count: what is sent meanwhile stays.
+    end = instant_of(asked.with_registry.registry.after_all_sent_ms())
+    search = Search.of(asked, end)
+    _, count, may_be_more = search.counted()
     return {
         "action": action,
+        "back": f"waiting?{asked.fields.address(action=None)}",
         "sent_before": end,
+        "ids": [],
         "count": count,
         "may_be_more": may_be_more,
-        "filter": asked.fields.filter(FILTERS),
+        "q": str(search.query),
+        "tasks": rows(search, search.found(None, SHOWN).tasks),
     }
 
 
 def decide_all(asked: Asked) -> dict[str, object]:
     """Begin to decide about all tasks that match and were sent before an instant."""
-    action = asked.fields.one_of("action", ACTIONS, "")
-    delays, sent_before = asked.with_registry, asked.instant("sent_before")
-    if sent_before is None:
+    action, end = asked.fields.one_of("action", ACTIONS, ""), asked.instant("sent_before")
+    if end is None:
         raise Wrong("sent_before", "takes what /api/waiting/all says")
-    wanted = filter_of(asked)._replace(sent_before_ms=milliseconds_of(sent_before))
-    until = _until(asked, action)
-    count, _ = search.count_at_least(delays, filter_of(asked))
+    search, until = Search.of(asked, end), _until(asked, action)
+    delays, wanted = search.delays, search.filter._replace(sent_before_ms=milliseconds_of(end))
+    _, count, _ = search.counted()
     batches: Iterator[int]
-    if wanted.key is not None:  # found without reading all tasks
-        decide = _decision(asked, until)
-        found = search.search(delays, wanted, 1).tasks
+    if search.ids is not None:
+        decide, index = _decision(asked, until), delays.registry.index
+        found = index.matching(index.tasks(search.ids), wanted)
         batches = (int(decide(each.task_id) is Outcome.DONE) for each in found)
     elif until is None:
         batches = delays.cancel_batches(wanted)
     else:
-        batches = search.postpone_batches(delays, wanted, until)
-    chosen = named(asked.fields.filter(FILTERS), "tracked tasks")
+        batches = postpone_batches(delays, wanted, until)
+    about = f"tasks that match {search.query}" if search.query.terms else "all tracked tasks"
     back = f"waiting?{asked.fields.address(**dict.fromkeys(NOT_OF_SEARCH))}"
-    return begin(asked, ACTIONS[action], chosen, count, in_batches(batches), back)
+    return begin(asked, ACTIONS[action], about, count, in_batches(batches), back)
 
 
 def named(filters: Mapping[str, str | None], what: str) -> str:
@@ -147,20 +177,20 @@ def _work(asked: Asked) -> Work:
     return found
 
 
-def _until(asked: Asked, action: str) -> search.Until | None:
+def _until(asked: Asked, action: str) -> Until | None:
     """Return the new due time of each task; None cancels."""
     if action == "cancel":
         return None
     if action == "run-now":
-        return search.all_at(wall_clock.now())
+        return all_at(wall_clock.now())
     by, until = asked.duration("by"), asked.instant("until")
     if by and until is None:
-        return search.each_by(by)
+        return each_by(by)
     if until is None or by is not None:
-        takes = "give a delay of more than 0 (90, 1h30m, 3d), or an instant as 'until'"
+        takes = "takes a delay of more than 0 (90, 1h30m, 3d), or an instant as 'until'"
         raise Wrong("by", takes)
     try:
         check_max_delay(Due.at(until))
-        return search.all_at(until)
+        return all_at(until)
     except (InvalidDelay, OverflowError) as wrong:
         raise Wrong("until", "is too far away") from wrong

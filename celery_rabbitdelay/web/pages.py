@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeAlias
 from starlette.responses import Response
 
 from celery_rabbitdelay.schedules.schedules import Schedules
-from celery_rabbitdelay.web import deciding, holding, now, schedules, undeliverable, waiting
+from celery_rabbitdelay.web import deciding, holding, now, schedules, task, undeliverable, waiting
 from celery_rabbitdelay.web.asked import Asked
 
 #: Returns what a page and its JSON show; or a file. It may block; it is called in a thread.
@@ -45,13 +45,15 @@ _in_menu = partial(Page, in_menu=True)
 PAGES: Final = (
     _in_menu("now", now.now, "Now", "now", refresh=2),
     _in_menu("waiting", waiting.waiting, "Waiting", "waiting"),
-    Page("waiting/task", waiting.story, "Task", "task", refresh=5),
+    Page("waiting/completions", waiting.complete, "Completions", "completions"),
+    Page("waiting/task", task.story, "Task", "task", refresh=5),
+    _action("waiting/confirm", deciding.confirm, "Are you sure?", "confirm"),
     _action("waiting/cancel", partial(deciding.decide, "cancel"), "Cancel", "decided"),
     _action("waiting/postpone", partial(deciding.decide, "postpone"), "Postpone", "decided"),
     _action("waiting/run-now", partial(deciding.decide, "run-now"), "Run now", "decided"),
-    Page("waiting/all", deciding.confirm, "All that match", "confirm"),
+    Page("waiting/all", deciding.confirm_all, "All that match", "confirm"),
     _action("waiting/decide-all", deciding.decide_all),
-    Page("work", deciding.work, "Progress", "work", refresh=1),
+    Page("work", deciding.work, "Running actions", "work", refresh=1),
     _action("work/stop", deciding.stop),
     _in_menu("undeliverable", undeliverable.undeliverable, "Undeliverable", "undeliverable"),
     Page("undeliverable/export", undeliverable.export),

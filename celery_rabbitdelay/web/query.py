@@ -198,7 +198,7 @@ class Known(NamedTuple):
     zone: tzinfo
     kinds: Sequence[Kind] = ()
     has_all_kinds: bool = True
-    paused: tuple[Collection[str], Collection[str]] = ((), ())
+    paused: tuple[Collection[str | None], Collection[str | None]] = ((), ())
     open_jobs: Collection[str] = ()
     arguments: Callable[[str, str], str | None] | None = None
 
@@ -228,18 +228,14 @@ def filter_of(query: Query, known: Known) -> Filter:
         due = due.cut(None, now_ms)
     elif states == {"waiting"}:
         due = due.cut(now_ms, None)
-    kinds = None
     # Without open jobs, their kinds say which tasks are held.
     by_kind = is_due and known.has_all_kinds and not known.open_jobs
-    if known.has_all_kinds and (by_kind or query.named("task") or query.named("queue")):
-        takes_task, takes_queue = _matcher(query.named("task")), _matcher(query.named("queue"))
-        kinds = frozenset(
-            each
-            for each in known.kinds
-            if takes_task(each.task)
-            and takes_queue(each.queue)
-            and not (by_kind and ("held" if known.is_paused(each) else "overdue") not in states)
-        )
+    kinds = kinds_of(query, known)
+    if by_kind:
+        kinds = [
+            each for each in kinds if ("held" if known.is_paused(each) else "overdue") in states
+        ]
+    is_of_kinds = by_kind or query.named("task") or query.named("queue")
     texts = {name: query.texts(name) for name in ("job", "key")}
     only = {name: each[0] for name, each in texts.items() if len(each) == 1 and each[0]}
     indexed = {*only, *(("task", "queue") if known.has_all_kinds else ())}
@@ -255,10 +251,16 @@ def filter_of(query: Query, known: Known) -> Filter:
         job=only.get("job"),
         due_after_ms=due.start,
         due_before_ms=due.end,
-        kinds=kinds,
+        kinds=frozenset(kinds) if is_of_kinds and known.has_all_kinds else None,
         where=(lambda task: all(each(task) for each in conditions)) if conditions else None,
         says=says,
     )
+
+
+def kinds_of(query: Query, known: Known) -> list[Kind]:
+    """Return the kinds of which tasks wait that a search is about."""
+    of_task, of_queue = (_matcher(query.named(each)) for each in ("task", "queue"))
+    return [each for each in known.kinds if of_task(each.task) and of_queue(each.queue)]
 
 
 def _conditions(

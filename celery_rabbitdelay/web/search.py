@@ -1,9 +1,13 @@
-"""Search the tracked tasks that wait, some at a time, and decide about all that match."""
+"""Search the tracked tasks that wait, some at a time; count them; postpone all that match."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
+from itertools import islice
 from typing import Final, NamedTuple, Self, TypeAlias
 
 from celery_rabbitdelay.app.extension import RabbitDelay
@@ -11,17 +15,32 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.registry.decision import Outcome
-from celery_rabbitdelay.registry.index import Filter, Pending
+from celery_rabbitdelay.registry.index import Filter, Kind, KindCounts, Pending, Summary
+from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.pauses import LATEST_MS
+from celery_rabbitdelay.registry.record import Said, record_of
+from celery_rabbitdelay.web.asked import Asked
+from celery_rabbitdelay.web.options import Options
+from celery_rabbitdelay.web.query import CANCELLED, Known, Query, Span, filter_of, kinds_of
 
-#: How many tasks one page of a search reads at most, where no index holds just those that match.
-MOST_READ: Final = 5_000
+#: How many records one page of a search reads at most, where no index holds just the tasks that
+#: match; and how many together with the arguments.
+MOST_READ, MOST_READ_WHOLE = 2_000, 1_000
+
+#: How many jobs, the newest ones, are looked at; and how many are counted beside a search.
+MOST_JOBS, COUNTED_JOBS = 1_000, 8
+
+#: Until when due tasks are counted beside a search: the value of the term, in milliseconds.
+SOON: Final = {"<1h": 3_600_000, "<1d": 86_400_000, "<7d": 604_800_000}
 
 #: How many tasks are postponed between two words about the progress.
 BATCH: Final = 50
 
 #: Returns when a task is to run, by its id and when it is due; None if it stays as it is.
 Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
+
+#: How many tasks match and have a value, by the name of the term that looks for it.
+Counts: TypeAlias = Mapping[str, Counter[str]]
 
 
 class Place(NamedTuple):
@@ -41,6 +60,11 @@ class Place(NamedTuple):
         due_ms, colon, task_id = text.partition(":")
         return cls(int(due_ms), task_id) if colon and is_digits(due_ms, LATEST_MS) else None
 
+    @classmethod
+    def behind(cls, task: Pending) -> Self:
+        """Return the place behind a task."""
+        return cls(milliseconds_of(task.due), task.task_id)
+
     def __str__(self) -> str:
         return f"{self.due_ms}:{self.task_id}"
 
@@ -57,44 +81,187 @@ class Found(NamedTuple):
     tasks: list[Pending]
     next: Place | None
 
+    def first(self, most: int) -> Found:
+        """Return the first tasks as a page."""
+        if len(self.tasks) <= most:
+            return self
+        return Found(self.tasks[:most], Place.behind(self.tasks[most - 1]))
 
-def search(delays: RabbitDelay, wanted: Filter, most: int, after: Place | None = None) -> Found:
-    """Return tracked tasks that wait, the next one first, without reading all of them.
 
-    Args:
+@dataclass(frozen=True)
+class Search:
+    """A search for tracked tasks that wait.
+
+    Attributes:
         delays: The application's delays.
-        wanted: Which tasks.
-        most: At most so many.
-        after: Where to begin; None: at the first one.
-
-    Raises:
-        RegistryUnavailable: Redis does not answer.
+        query: What was asked for.
+        known: What it is compared with.
+        filter: Which tasks match.
+        ids: The ids of the only tasks that may match; None if there may be others.
+        summary: How many tasks wait, by their kinds.
+        instants: Before which instants the summary counts tasks that are due.
     """
-    registry = delays.registry
-    if wanted.key is not None:  # a key has one task that waits
-        tasks = registry.index.tasks(registry.waiting_under(wanted.key))
-        return Found([each for each in tasks if wanted.matches(each)], None)
-    tasks, last, read = list[Pending](), after, 0
-    for part in registry.index.parts(wanted, after, MOST_READ):
-        for each in part.tasks:
-            if len(tasks) == most:
-                return Found(tasks, last)
-            last = Place(milliseconds_of(each.due), each.task_id)
-            tasks.append(each)
-        read, last = read + part.read, Place(*part.last)
-    return Found(tasks, last if read >= MOST_READ else None)
+
+    delays: RabbitDelay
+    query: Query
+    known: Known
+    filter: Filter
+    ids: Sequence[str] | None
+    summary: Summary
+    instants: Sequence[int]
+
+    @classmethod
+    def of(cls, asked: Asked, now: datetime | None = None) -> Self:
+        """Read the search of a request.
+
+        Args:
+            asked: The request.
+            now: The instant that it was asked at first.
+
+        Raises:
+            HTTPException: It cannot be read, or there is no registry.
+        """
+        delays, query = asked.with_registry, Query.of(asked.fields.get("q", ""))
+        registry = delays.registry
+        now = now or wall_clock.now()
+        now_ms = milliseconds_of(now)
+        due = [each for each in query.span("due", now, asked.site.app.timezone) if each is not None]
+        instants = [now_ms, *(now_ms + each for each in SOON.values()), *due]
+        summary = registry.index.summary(instants)
+        known = _known(asked, now, summary)
+        wanted = filter_of(query, known)
+        ids = query.texts("id") or None
+        if len(query.terms) == 1 and (words := query.texts("")) and record_of(registry, words[0]):
+            ids = words  # somebody has pasted it
+        if ids is None and wanted.key is not None:
+            ids = registry.waiting_under(wanted.key)
+        return cls(delays, query, known, wanted, ids, summary, instants)
+
+    @property
+    def needs_records(self) -> bool:
+        """Whether records are read to find what matches, or to count it by task and so on."""
+        return self.ids is not None or self.filter.needs_records or self.filter.job is not None
+
+    @property
+    def cancelled(self) -> int:
+        """How many tasks of the kinds that it is about are cancelled and not due yet."""
+        kinds = kinds_of(self.query, self.known)
+        return sum(each.cancelled for each in self.summary.kinds if each.kind in kinds)
+
+    def found(self, after: Place | None, most: int) -> Found:
+        """Return tasks that match, the next one first, without reading all of them.
+
+        Args:
+            after: Where to begin; None: at the first one.
+            most: At most so many.
+
+        Raises:
+            RegistryUnavailable: Redis does not answer.
+        """
+        index = self.delays.registry.index
+        if self.ids is not None:
+            return Found(index.matching(index.tasks(self.ids), self.filter), None)
+        most_read = MOST_READ if self.filter.says is None else MOST_READ_WHOLE
+        tasks, last, read = list[Pending](), after, 0
+        for part in index.parts(self.filter, after, most_read):
+            tasks += part.tasks
+            if len(tasks) > most:
+                return Found(tasks, None).first(most)
+            read, last = read + part.read, Place(*part.last)
+        return Found(tasks, last if read >= most_read else None)
+
+    def counted(self) -> tuple[Found | None, int, bool]:
+        """Return what was read to count the tasks that match; how many; and if there may be more.
+
+        Raises:
+            RegistryUnavailable: Redis does not answer.
+        """
+        found = self.found(None, MOST_READ) if self.needs_records else None
+        if found is None or (found.next and not self.filter.needs_records):
+            return found, self.delays.registry.index.count(self.filter), False
+        return found, len(found.tasks), found.next is not None
+
+    def counts(self, found: Found | None) -> Counts:
+        """Return how many tasks match and have a value: of those that were read, or of all."""
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
+        counts["state"][CANCELLED] = self.cancelled
+        known, now_ms = self.known, milliseconds_of(self.known.now)
+        for task in () if found is None else found.tasks:
+            counts["state"][known.state(task)] += 1
+            for name, value in (("task", task.task), ("queue", task.queue), ("job", task.job)):
+                if value:
+                    counts[name][value] += 1
+            for value, length in SOON.items():
+                counts["due"][value] += milliseconds_of(task.due) < now_ms + length
+        if found is not None:
+            return counts
+        whole = Span(self.filter.due_after_ms, self.filter.due_before_ms)
+        for each in self.summary.kinds:
+            if self.filter.kinds is not None and each.kind not in self.filter.kinds:
+                continue
+            number = partial(self._number, each, whole)
+            counts["task"][each.kind.task] += number()
+            counts["queue"][each.kind.queue] += number()
+            counts["state"]["waiting"] += number(start=now_ms)
+            counts["state"]["held" if known.is_paused(each.kind) else "overdue"] += number(
+                end=now_ms
+            )
+            for value, length in SOON.items():
+                counts["due"][value] += number(end=now_ms + length)
+        self._count_by_job(counts)
+        return counts
+
+    def _number(
+        self, kind: KindCounts, whole: Span, start: int | None = None, end: int | None = None
+    ) -> int:
+        """Return how many tasks of a kind are due in a part of a span."""
+        start, end = whole.cut(start, end)
+        before = dict(zip(self.instants, kind.before, strict=True))
+        last = kind.total if end is None else before[end]
+        return max(last - (0 if start is None else before[start]), 0)
+
+    def _count_by_job(self, counts: Counts) -> None:
+        """Count by the newest jobs, and the tasks of open jobs that are due: kinds say neither."""
+        registry, wanted, now_ms = (
+            self.delays.registry,
+            self.filter,
+            milliseconds_of(self.known.now),
+        )
+        if wanted.kinds is None:
+            names = [each.name for each in registry.jobs.all(now_ms, COUNTED_JOBS)]
+            numbers = registry.index.counts([wanted._replace(job=each) for each in names])
+            counts["job"].update(dict(zip(names, numbers, strict=True)))
+        due = Span(wanted.due_after_ms, wanted.due_before_ms).cut(None, now_ms)
+        of_due = registry.index.pending(wanted._replace(due_before_ms=due.end))
+        for task in islice(of_due, MOST_READ_WHOLE) if self.known.open_jobs else ():
+            if (state := self.known.state(task)) == "job-open":
+                kind = Kind(task.task, task.queue)
+                counts["state"][state] += 1
+                counts["state"]["held" if self.known.is_paused(kind) else "overdue"] -= 1
 
 
-def count_at_least(delays: RabbitDelay, wanted: Filter) -> tuple[int, bool]:
-    """Return how many tasks a search finds, and whether there may be more.
+def _known(asked: Asked, now: datetime, summary: Summary) -> Known:
+    """Return what the search of a request is compared with."""
+    delays, options = asked.with_registry, asked.site.options
+    registry, paused = delays.registry, delays.paused()
+    is_due = any(each.before[0] for each in summary.kinds) or summary.left_out
+    jobs = registry.jobs.all(registry.now_ms(), MOST_JOBS) if is_due else []
+    return Known(
+        now,
+        asked.site.app.timezone,
+        [each.kind for each in summary.kinds],
+        not summary.left_out,
+        ({each.task for each in paused}, {each.queue for each in paused}),
+        {each.name for each in jobs if each.state is JobState.OPEN},
+        partial(arguments, options) if options.shows_arguments else None,
+    )
 
-    Raises:
-        RegistryUnavailable: Redis does not answer.
-    """
-    if not wanted.needs_records:
-        return delays.registry.index.count(wanted), False
-    found = search(delays, wanted, MOST_READ)
-    return len(found.tasks), found.next is not None
+
+def arguments(options: Options, task: str, message: str) -> str | None:
+    """Return the arguments of a task as far as they may be shown, by its stored message."""
+    said = Said.by(message)
+    given = [each for each in (said.args, said.kwargs) if each not in ("()", "{}")]
+    return " ".join(filter(None, (options.shown(task, each) for each in given))) or None
 
 
 def postpone_batches(delays: RabbitDelay, wanted: Filter, until: Until) -> Iterator[int]:

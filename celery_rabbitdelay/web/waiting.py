@@ -1,86 +1,150 @@
-"""The pages Waiting and Jobs: tracked tasks, why one has not run, and what became of jobs."""
+"""The page Waiting: a search for tracked tasks that wait, with counts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, replace
-from functools import partial
-from typing import Final, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final
 
-from kombu import Queue
-
-from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.publishing.declaration import Backlog, queue_counts
-from celery_rabbitdelay.publishing.kombu_internals import Counts
-from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task
-from celery_rabbitdelay.web import shown
+from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.registry.index import Pending
+from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.web.asked import Asked, Wrong
-from celery_rabbitdelay.web.search import Found, Place, count_at_least, search
+from celery_rabbitdelay.web.query import CANCELLED, NAMES, STATES, Query, Term, completions
+from celery_rabbitdelay.web.search import SOON, Counts, Place, Search
+from celery_rabbitdelay.web.shown import MOST_IN_ADDRESS
 from celery_rabbitdelay.web.site import STATUS_PERIOD
+from celery_rabbitdelay.web.task import ENDED
 
 #: How many tasks a page has unless it says so, and at most.
 PAGE, MOST = 50, 500
 
-#: How many similar names of tasks are proposed.
-SIMILAR: Final = 5
+#: How many values of a term are counted, the most frequent ones; how many names are proposed.
+COUNTED, SIMILAR = 8, 5
 
-#: The fields that choose tasks.
-FILTERS: Final = ("task", "key", "job", "due_after", "due_before")
-
-#: What is said of a task that does not wait.
-ENDED: Final = {
-    TaskState.CANCELLED: "It was cancelled, and will not run.",
-    TaskState.ARRIVED: "It has arrived at a worker and may have run: the worker's log and the "
-    "result backend say how it ended.",
-    TaskState.NOTED: "It was postponed, but no message of it is known.",
+#: The terms that are counted beside the list, the order of some values, and what stands for some.
+FACETS: Final = ("state", "task", "queue", "due", "job")
+ORDERS: Final = {"state": (*STATES, CANCELLED), "due": tuple(SOON)}
+LABELS: Final = {
+    "": "routed by an exchange",
+    "job-open": "job open",
+    "<1h": "within an hour",
+    "<1d": "within a day",
+    "<7d": "within a week",
 }
+
+#: How many jobs, the newest ones, are proposed.
+COMPLETED: Final = 50
 
 
 def waiting(asked: Asked) -> dict[str, object]:
     """Return the tracked tasks that wait and match, the next one first."""
-    fields, delays = asked.fields, asked.with_registry
-    wanted, task_id = filter_of(asked), fields.get("id")
+    fields, search = asked.fields, Search.of(asked)
     most, after = fields.number("limit", PAGE, MOST), _place(asked)
-    if task_id is not None:
-        found = Found(delays.registry.index.tasks([task_id]), None)
-    else:
-        found = search(delays, wanted, most, after)
-    count, is_least = len(found.tasks), found.next is not None
-    if task_id is None and wanted.key_start is None:
-        count, is_least = count_at_least(delays, wanted)
-    names = sorted(each for each in asked.site.app.tasks if not each.startswith("celery."))
-    name = "" if wanted.task is None or count else wanted.task.lower()
-    similar = [each for each in names if name and name in each.lower()]
+    read, count, may_be_more = None, None, False
+    if after is None or not search.needs_records:
+        read, count, may_be_more = search.counted()
+    found = search.found(after, most) if after or read is None else read.first(most)
+    place = None if found.next is None else str(found.next)
+    is_short = len(found.tasks) < most  # so much was read in vain that the search goes on
+    rest = fields.address(after=place, limit=str(most - len(found.tasks)))
+    names = {each.task for each in search.known.kinds} | {*asked.site.app.tasks}
     return {
+        "q": str(search.query),
         "count": count,
-        "may_be_more": is_least,
-        "complete_since": delays.pending_since(),
-        "tasks": found.tasks,
-        "next": None if found.next is None else str(found.next),
-        "next_address": None if found.next is None else fields.address(after=str(found.next)),
-        "can_decide_about_all": task_id is None,
-        "has_filter": any(each in fields for each in FILTERS),
-        "task_names": names,
-        "similar": similar[:SIMILAR],
+        "may_be_more": may_be_more,
+        "complete_since": search.delays.pending_since(),
+        "tasks": rows(search, found.tasks),
+        "next": place,
+        "next_address": place and fields.address(after=place),
+        "rest_address": place and is_short and rest,
+        "searched_until": found.next and instant_of(found.next.due_ms),
+        "facets": {} if count is None else dict(_facets(asked, search, search.counts(read))),
+        "counted": len(read.tasks) if read and read.next else None,
+        "cancelled": search.cancelled,
+        "unlisted": [] if count else [*_unlisted(search)],
+        "arguments_shown": asked.site.options.shows_arguments,
+        "similar": [*_similar(search.query, names)][:SIMILAR] if count == 0 else [],
+        "completions": _completed(asked),
+        "language": NAMES,
     }
 
 
-def filter_of(asked: Asked) -> Filter:
-    """Return which tasks the fields choose; ``key=order:*`` chooses the keys that begin so."""
-    fields, key, start = asked.fields, asked.fields.get("key"), None
-    if key is not None and key.endswith("*"):
-        start, key = key[:-1], None
-    after, before = asked.instant("due_after"), asked.instant("due_before")
-    return Filter(
-        fields.get("task"),
-        key,
-        fields.get("job"),
-        None if after is None else milliseconds_of(after),
-        None if before is None else milliseconds_of(before),
-        start,
-    )
+def complete(asked: Asked) -> dict[str, object]:
+    """Return what a search may become that somebody is typing."""
+    return {"completions": _completed(asked)}
+
+
+def rows(search: Search, tasks: Sequence[Pending]) -> list[dict[str, object]]:
+    """Return tasks with their states, and with their arguments as far as they may be shown."""
+    arguments, shown = search.known.arguments, []
+    ids = [each.task_id for each in tasks]
+    messages = search.delays.registry.index.short_messages(ids) if arguments else [""] * len(ids)
+    for task, message in zip(tasks, messages, strict=True):
+        text = arguments and arguments(task.task, message)
+        shown.append({**task._asdict(), "state": search.known.state(task), "arguments": text})
+    return shown
+
+
+def _facets(
+    asked: Asked, search: Search, counts: Counts
+) -> Iterator[tuple[str, list[dict[str, object]]]]:
+    """Yield the values of terms that are counted, with the search that each leads to."""
+    query = search.query
+    for name in FACETS:
+        counted, chosen = counts[name], query.named(name)
+        values = ORDERS.get(name) or [each for each, _ in counted.most_common(COUNTED)]
+        terms = [Term.of(name, each) for each in values if counted[each]]
+        links = list[dict[str, object]]()
+        for term in (*chosen, *(each for each in terms if each not in chosen)):
+            is_on, text = term in chosen, "*".join(term.parts)
+            new = query.without(term) if is_on else query.replaced(name, term)
+            address = asked.fields.address(q=str(new), after=None)
+            links.append(
+                {
+                    "value": LABELS.get(text, text),
+                    "count": counted.get(text),
+                    "is_on": is_on,
+                    "address": address if len(address) <= MOST_IN_ADDRESS else None,
+                }
+            )
+        yield name, links
+
+
+def _unlisted(search: Search) -> Iterator[dict[str, str]]:
+    """Yield what is known of the tasks that were looked for by their ids, and do not wait."""
+    for task_id in (search.ids or ())[:COUNTED]:
+        record = record_of(search.delays.registry, task_id)
+        if record is not None and record.state in ENDED:
+            yield {"task_id": task_id, "words": ENDED[record.state]}
+
+
+def _similar(query: Query, names: Collection[str]) -> Iterator[str]:
+    """Yield searches for the tasks whose names contain what was looked for in vain."""
+    for term in (*query.named("task"), *query.named("")):
+        sought = "".join(term.parts).lower()
+        for name in sorted(names):
+            if sought in name.lower() and not name.startswith("celery."):
+                other = query.without(term).replaced("task", Term.of("task", name))
+                yield str(other)
+
+
+def _completed(asked: Asked) -> list[str]:
+    registry = asked.with_registry.registry
+
+    def look() -> dict[str, list[str]]:
+        kinds = [each.kind for each in registry.index.summary([0]).kinds]
+        jobs = registry.jobs.all(registry.now_ms(), COMPLETED)
+        return {
+            "task": sorted({each.task for each in kinds}),
+            "queue": sorted({each.queue for each in kinds}),
+            "job": [each.name for each in jobs],
+            "state": [*STATES, CANCELLED],
+            "due": [*SOON, "today", "tomorrow"],
+            "sent": ["<1h", "today", "yesterday"],
+        }
+
+    values = asked.site.latest("completions", look, STATUS_PERIOD).value
+    return completions(asked.fields.get("q", ""), values or {})
 
 
 def _place(asked: Asked) -> Place | None:
@@ -90,138 +154,3 @@ def _place(asked: Asked) -> Place | None:
     if (place := Place.of(text)) is None:
         raise Wrong("after", "takes what 'next' of the page before says")
     return place
-
-
-def story(asked: Asked) -> dict[str, object]:
-    """Return all that is known of one task."""
-    site, delays, task_id = asked.site, asked.with_registry, asked.fields.needed("id")
-    glance, layout = site.queues(), delays.topology.layout
-
-    def backlog() -> Backlog:
-        # The counts that all share; the page says so if there are none.
-        nothing = Backlog({}, {level.name: {} for level in layout.levels}, {}, ())
-        return nothing if glance.value is None else glance.value.status.backlog
-
-    found = known_task(delays.registry, task_id, layout, backlog)
-    told = {"task_id": task_id, "broker_error": glance.error}
-    if found is None:
-        return {**told, "task": None, "why_not_run": [], "levels": []}
-    args, kwargs = (
-        site.options.shown(found.task or "", text) for text in (found.args, found.kwargs)
-    )
-    known = asdict(replace(found, args=args, kwargs=kwargs))
-    return {
-        **told,
-        "task": {**known, "arguments_shown": site.options.shows_arguments},
-        "why_not_run": reasons(asked, found),
-        "levels": list(_levels(asked, found)),
-    }
-
-
-def _levels(asked: Asked, found: KnownTask) -> Iterator[dict[str, object]]:
-    """Yield the levels that are still ahead of a task, and where it may be; none if it is due."""
-    left_ms = 0 if found.due is None else milliseconds_of(found.due) - wall_clock.ms()
-    for level in asked.site.delays.topology.layout.levels if left_ms > 0 else ():
-        digit = left_ms // level.place_ms % level.base
-        queues = [level.queue_name(each) for each in range(1, level.base)]
-        yield {
-            "name": level.name,
-            "digit": digit,
-            "unit": level.unit,
-            "count": digit * level.multiple,
-            "may_be_in": {
-                queue: found.may_be_in[queue] for queue in queues if queue in found.may_be_in
-            },
-        }
-
-
-class Reason(NamedTuple):
-    """A reason.
-
-    Attributes:
-        words: The sentence, without anything that others have written.
-        page: The page where one sees to it; None if there is none.
-        fields: The query of its address.
-    """
-
-    words: str
-    page: str | None = None
-    fields: str = ""
-
-
-def reasons(asked: Asked, task: KnownTask) -> list[Reason]:
-    """Return why a task has not run, as far as the registry and the broker know it.
-
-    Raises:
-        RegistryUnavailable: Redis does not answer.
-    """
-    state = TaskState(task.state)
-    if state is TaskState.SUPERSEDED:
-        words = "A newer task was sent under its key: this one will not run."
-        return [Reason(words, "waiting", f"key={shown.quoted(task.key or '')}")]
-    if state is not TaskState.WAITING:
-        return [Reason(ENDED[state])]
-    found = list(_held_back(asked, task))
-    if task.due is not None and task.due > wall_clock.now():
-        again = ", because it was postponed" if task.postponed == task.due else ""
-        return [Reason(f"Due {shown.left(task.due)}{again}."), *found]
-    return found or [*_overdue(asked, task)]
-
-
-def _held_back(asked: Asked, task: KnownTask) -> Iterator[Reason]:
-    """Yield what will hold it back, or does, when it is due."""
-    name = shown.quoted(task.job or "")
-    if task.job_state == "open":
-        words = "Its job is open: no task of it runs before the job is committed."
-        yield Reason(words, "jobs", f"name={name}")
-    if task.job_state == "aborted":
-        yield Reason("Its job was aborted: it will not run.", "jobs", f"name={name}")
-    for each in asked.site.delays.paused():
-        if each.task is not None and each.task == task.task:
-            yield Reason("Tasks of its name are paused: celery rabbitdelay resume ends that.")
-        if each.queue is not None and each.queue == task.queue:
-            yield Reason("Tasks for its queue are paused: celery rabbitdelay resume ends that.")
-    if task.missing:
-        yield Reason(
-            f"The broker lacks {len(task.missing):,} queues of the levels and modules.", "health"
-        )
-
-
-def _waits_on(task: KnownTask, held: Counts | None) -> str:
-    """Return for what else a task may wait that is due."""
-    if task.job:
-        return "If its job was open, it asks again within ten minutes after the commit."
-    if held is not None and held.messages:
-        return f"If it was paused, it is one of {held.messages:,} tasks that are about to return."
-    return "If it was paused, it has returned from the queue of paused tasks."
-
-
-def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
-    """Yield why a task is not taken that is due and that nothing holds back."""
-    if task.queue is None:
-        yield Reason("It is due, and its exchange routes it: no worker has taken it yet.")
-        return
-    site, paused = asked.site, asked.site.delays.topology.module_queues.paused
-    ask = partial(queue_counts, queues=[Queue(task.queue), paused])
-    found = site.latest(f"queue {task.queue}", partial(site.ask, ask), STATUS_PERIOD).value
-    if found is None:
-        return  # the page says that the broker cannot be asked
-    counts, held = found[task.queue], found[paused.name]
-    if counts is None:
-        yield Reason("It is due, but its queue does not exist.", "health")
-    elif not counts.consumers:
-        yield Reason(
-            f"It is due, but no worker takes from its queue. Messages in it: {counts.messages:,}; "
-            "the option -Q of celery worker names the queues that it takes from."
-        )
-    elif counts.messages:
-        yield Reason(
-            "It is due, and the workers of its queue are busy. Messages in it: "
-            f"{counts.messages:,}."
-        )
-    else:
-        yield Reason(
-            "It is due, and its queue is empty: it is about to arrive, or a worker holds it until "
-            f"it has a free process. {_waits_on(task, held)} Otherwise its message was lost.",
-            "health",
-        )

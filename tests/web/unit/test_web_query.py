@@ -121,7 +121,7 @@ def test_of_what_an_index_has_no_record_is_read() -> None:
 
     for text in ("", "task:p*", "queue:mail state:overdue", "due:<2h state:waiting", "job:x"):
         assert not wanted(text).needs_records, text
-    assert wanted("task:p*").kinds == {Kind("pay", "mail")}
+    assert wanted("task:p*").kinds == frozenset({Kind("pay", "mail")})
     for text in ("4711", "key:x", "job:x*", "sent:today", "state:held state:waiting"):
         assert wanted(text).needs_records, text
 
@@ -207,7 +207,8 @@ def test_instants_are_lengths_of_time_days_and_spans(
 @pytest.mark.parametrize(
     "text",
     ["task:", "state:lost", "state:h*", "due:soon", "due:", 'due:""', "due:<",
-     "due:99999999999999d", "due:<9999-12-31T23:59:59.999", "sent:2030-13-01", " x" * (MOST_TERMS + 1)],
+     "due:99999999999999d", "due:<9999-12-31T23:59:59.999", "sent:2030-13-01",
+     " x" * (MOST_TERMS + 1)],
 )  # fmt: skip
 def test_what_a_term_does_not_take_is_named_with_what_it_takes(text: str) -> None:
     with pytest.raises(Wrong) as wrong:

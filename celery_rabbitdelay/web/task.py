@@ -1,0 +1,237 @@
+"""A task's page: its history as a line of time, and why it has not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+from functools import partial
+from typing import Final, NamedTuple
+
+from kombu import Queue
+
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
+from celery_rabbitdelay.publishing.declaration import Backlog, queue_counts
+from celery_rabbitdelay.publishing.kombu_internals import Counts
+from celery_rabbitdelay.registry.pauses import Paused
+from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task, record_of
+from celery_rabbitdelay.web import shown
+from celery_rabbitdelay.web.asked import Asked
+from celery_rabbitdelay.web.query import Term
+from celery_rabbitdelay.web.site import STATUS_PERIOD
+
+#: What is said of a task that does not wait.
+ENDED: Final = {
+    TaskState.CANCELLED: "It was cancelled, and will not run.",
+    TaskState.ARRIVED: "It has arrived at a worker and may have run: the worker's log and the "
+    "result backend say how it ended.",
+    TaskState.NOTED: "It was postponed, but no message of it is known.",
+    TaskState.SUPERSEDED: "A newer task was sent under its key: this one will not run.",
+}
+
+
+def story(asked: Asked) -> dict[str, object]:
+    """Return all that is known of one task."""
+    site, delays, task_id = asked.site, asked.with_registry, asked.fields.needed("id")
+    glance, layout = site.queues(), delays.topology.layout
+
+    def backlog() -> Backlog:
+        # The counts that all share; the page says so if there are none.
+        nothing = Backlog({}, {level.name: {} for level in layout.levels}, {}, ())
+        return nothing if glance.value is None else glance.value.status.backlog
+
+    found = known_task(delays.registry, task_id, layout, backlog)
+    told = {"task_id": task_id, "broker_error": glance.error}
+    if found is None:
+        return {**told, "task": None, "state": None, "why_not_run": [], "history": [], "levels": []}
+    record = record_of(delays.registry, task_id)
+    first_due = None if record is None or record.due_ms is None else instant_of(record.due_ms)
+    pauses = [
+        each
+        for each in delays.paused()
+        if (each.task or found.task) == found.task and (each.queue or found.queue) == found.queue
+    ]
+    state = _state(found, bool(pauses))
+    args, kwargs = (
+        site.options.shown(found.task or "", text) for text in (found.args, found.kwargs)
+    )
+    known = asdict(replace(found, args=args, kwargs=kwargs))
+    return {
+        **told,
+        "task": {**known, "arguments_shown": site.options.shows_arguments},
+        "state": state,
+        "why_not_run": reasons(asked, found, pauses),
+        "history": list(_history(found, first_due, state)),
+        "levels": list(_levels(asked, found)),
+    }
+
+
+def _levels(asked: Asked, found: KnownTask) -> Iterator[dict[str, object]]:
+    """Yield the levels that are still ahead of a task, and where it may be; none if it is due."""
+    left_ms = 0 if found.due is None else milliseconds_of(found.due) - wall_clock.ms()
+    for level in asked.site.delays.topology.layout.levels if left_ms > 0 else ():
+        digit = left_ms // level.place_ms % level.base
+        queues = [level.queue_name(each) for each in range(1, level.base)]
+        yield {
+            "name": level.name,
+            "digit": digit,
+            "unit": level.unit,
+            "count": digit * level.multiple,
+            "may_be_in": {
+                queue: found.may_be_in[queue] for queue in queues if queue in found.may_be_in
+            },
+        }
+
+
+def _state(task: KnownTask, is_paused: bool) -> str:
+    """Return the state of a task: as the registry has it, or if it waits, one of a search."""
+    if task.state != TaskState.WAITING.value:
+        return task.state
+    if task.due is None or task.due > wall_clock.now():
+        return "waiting"
+    if task.job_state == "open":
+        return "job-open"
+    return "held" if is_paused else "overdue"
+
+
+class Event(NamedTuple):
+    """Something that has happened to a task, happens now, or will happen.
+
+    Attributes:
+        place: ``past``, ``here`` or ``ahead``.
+        at: When; None for now, and for what nobody knows.
+        words: What, without anything that others have written.
+        queues: In which queues, and how many messages each has; None if that is not known.
+    """
+
+    place: str
+    at: datetime | None
+    words: str
+    queues: Mapping[str, int | None] = {}
+
+
+#: What happens now to a task that waits, by its state; and what will happen next.
+HERE: Final = {
+    "waiting": ("Waits in the levels", "A free worker takes it, and runs it"),
+    "held": ("Held: it is paused", "Returns to its queue when the pause ends"),
+    "job-open": ("Held: its job is open", "Runs within ten minutes after the commit of its job"),
+    "overdue": ("Overdue: no worker has taken it", "A free worker takes it, and runs it"),
+}
+
+
+def _history(task: KnownTask, first_due: datetime | None, state: str) -> Iterator[Event]:
+    """Yield what is known of a task's way, in order."""
+    now, queue = wall_clock.now(), {task.queue: None} if task.queue else {}
+    if task.sent is not None:
+        yield Event("past", task.sent, "Sent")
+    if task.due is None or first_due is None or state not in HERE:
+        yield Event("here", None, ENDED.get(TaskState(task.state), "Waits"))
+        return
+    here, following = HERE[state]
+    events = [
+        Event("here", None, here, task.may_be_in),
+        Event(_place(task.due), task.due, "Due: it goes to its queue", queue),
+    ]
+    if first_due < task.due:
+        words = "First due: a worker puts it back, because it is postponed"
+        events.append(Event(_place(first_due), first_due, words))
+    yield from sorted(events, key=lambda each: each.at or now)
+    yield Event("ahead", None, following)
+
+
+def _place(instant: datetime) -> str:
+    return "past" if instant <= wall_clock.now() else "ahead"
+
+
+class Reason(NamedTuple):
+    """A reason.
+
+    Attributes:
+        words: The sentence, without anything that others have written.
+        page: The page where one sees to it; None if there is none.
+        fields: The query of its address.
+    """
+
+    words: str
+    page: str | None = None
+    fields: str = ""
+
+
+def reasons(asked: Asked, task: KnownTask, pauses: Sequence[Paused]) -> list[Reason]:
+    """Return why a task has not run, as far as the registry and the broker know it.
+
+    Raises:
+        RegistryUnavailable: Redis does not answer.
+    """
+    state = TaskState(task.state)
+    if state is TaskState.SUPERSEDED:
+        search = shown.quoted(str(Term.of("key", task.key or "")))
+        return [Reason(ENDED[state], "waiting", f"q={search}")]
+    if state is not TaskState.WAITING:
+        return [Reason(ENDED[state])]
+    found = list(_held_back(task, pauses))
+    if task.due is not None and task.due > wall_clock.now():
+        again = ", because it was postponed" if task.postponed == task.due else ""
+        return [Reason(f"Due {shown.left(task.due)}{again}."), *found]
+    return found or [*_overdue(asked, task)]
+
+
+def _held_back(task: KnownTask, pauses: Sequence[Paused]) -> Iterator[Reason]:
+    """Yield what will hold it back, or does, when it is due."""
+    name = shown.quoted(task.job or "")
+    if task.job_state == "open":
+        words = "Its job is open: no task of it runs before the job is committed."
+        yield Reason(words, "jobs/one", f"name={name}")
+    if task.job_state == "aborted":
+        yield Reason("Its job was aborted: it will not run.", "jobs/one", f"name={name}")
+    for each in pauses:
+        whose = "of its name" if each.queue is None else "for its queue"
+        end = (
+            "nobody has resumed them" if each.until is None else f"resume {shown.left(each.until)}"
+        )
+        yield Reason(f"Tasks {whose} were paused {shown.left(each.since)}, and {end}.", "pauses")
+    if task.missing:
+        yield Reason(
+            f"The broker lacks {len(task.missing):,} queues of the levels and modules.", "health"
+        )
+
+
+def _waits_on(task: KnownTask, held: Counts | None) -> str:
+    """Return for what else a task may wait that is due."""
+    if task.job:
+        return "If its job was open, it asks again within ten minutes after the commit."
+    if held is not None and held.messages:
+        return f"If it was paused, it is one of {held.messages:,} tasks that are about to return."
+    return "If it was paused, it has returned from the queue of paused tasks."
+
+
+def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
+    """Yield why a task is not taken that is due and that nothing holds back."""
+    if task.queue is None:
+        yield Reason("It is due, and its exchange routes it: no worker has taken it yet.")
+        return
+    site, paused = asked.site, asked.site.delays.topology.module_queues.paused
+    ask = partial(queue_counts, queues=[Queue(task.queue), paused])
+    found = site.latest(f"queue {task.queue}", partial(site.ask, ask), STATUS_PERIOD).value
+    if found is None:
+        return  # the page says that the broker cannot be asked
+    counts, held = found[task.queue], found[paused.name]
+    if counts is None:
+        yield Reason("It is due, but its queue does not exist.", "health")
+    elif not counts.consumers:
+        yield Reason(
+            f"It is due, but no worker takes from its queue. Messages in it: {counts.messages:,}; "
+            "the option -Q of celery worker names the queues that it takes from."
+        )
+    elif counts.messages:
+        yield Reason(
+            "It is due, and the workers of its queue are busy. Messages in it: "
+            f"{counts.messages:,}."
+        )
+    else:
+        yield Reason(
+            "It is due, and its queue is empty: it is about to arrive, or a worker holds it until "
+            f"it has a free process. {_waits_on(task, held)} Otherwise its message was lost.",
+            "health",
+        )
