@@ -17,6 +17,7 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.headers import ATTEMPTS, FAILED_SINCE, FIRST_REASON
 from celery_rabbitdelay.operations.undeliverable import UndeliverableFilter
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.registry.index import Filter, shard_of
@@ -566,7 +567,8 @@ def test_undeliverable_messages_are_counted_redriven_and_deleted_as_many_as_were
 def test_undeliverable_messages_are_named_and_found_by_queue_day_and_reason_and_opened(
     shop: Any, browser: Browser, connection: Connection
 ) -> None:
-    queue = lose(shop, connection, 2)
+    failed = {FAILED_SINCE: wall_clock.ms() - 1000, ATTEMPTS: 2, FIRST_REASON: "full"}
+    queue = lose(shop, connection, 2, **failed)
     stray = message("<b>no task", {"x-delay": 4711})
     put(connection, shop.rabbitdelay.topology, stray, routing_key="orders.<i>new")
     told = browser.json("/undeliverable")
@@ -582,14 +584,13 @@ def test_undeliverable_messages_are_named_and_found_by_queue_day_and_reason_and_
         for name in ("tasks", "queues", "days")
     }
     assert facets["tasks"]["look"][0] == facets["queues"][queue][0] == 2
-    for name in ("tasks", "queues"):
-        (_, address), *_ = facets[name].values()
-        assert browser.json(f"/undeliverable?{address}")["count"] == 2
-    for count, address in facets["days"].values():
-        assert browser.json(f"/undeliverable?{address}")["count"] == count
-    assert sum(count for count, _ in facets["days"].values()) == 2, "one does not say since when"
-    for each in told["reasons"]:
-        assert browser.json(f"/undeliverable?{each['address']}")["count"] == each["count"]
+    links = [found for values in facets.values() for found in values.values()]
+    for number, address in [
+        *links,
+        *((each["count"], each["address"]) for each in told["reasons"]),
+    ]:
+        assert browser.get(f"/api/undeliverable?{address}").json()["count"] == number, address
+    assert sum(number for number, _ in facets["days"].values()) == 2, "one says no day"
 
 
 def test_bodies_of_undeliverable_messages_are_hidden_masked_or_exported_as_the_command_lists_them(
