@@ -187,10 +187,11 @@ def _held_back(task: KnownTask, pauses: Sequence[Paused]) -> Iterator[Reason]:
         yield Reason("Its job was aborted: it will not run.", "jobs/one", f"name={name}")
     for each in pauses:
         whose = "of its name" if each.queue is None else "for its queue"
-        end = (
-            "nobody has resumed them" if each.until is None else f"resume {shown.left(each.until)}"
-        )
-        yield Reason(f"Tasks {whose} were paused {shown.left(each.since)}, and {end}.", "pauses")
+        lasts = shown.brief((wall_clock.now() - each.since).total_seconds())
+        end = "until somebody resumes them"
+        if each.until is not None:
+            end = f"and resume {shown.left(each.until)}"
+        yield Reason(f"Tasks {whose} are paused, for {lasts} now, {end}.", "pauses")
     if task.missing:
         yield Reason(
             f"The broker lacks {len(task.missing):,} queues of the levels and modules.", "health"

@@ -178,9 +178,9 @@ def test_waiting_finds_tasks_by_what_they_were_sent_with(shop: Any, browser: Bro
 
 
 def counts_of(told: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Return how many tasks have which value, without those that none has."""
+    """Return how many tasks that wait have which value."""
     return {
-        name: {each["value"]: each["count"] for each in values if each["count"]}
+        name: {each["value"]: each["count"] for each in values if each["value"] != "cancelled"}
         for name, values in told["facets"].items()
     }
 
@@ -193,10 +193,10 @@ def test_beside_the_list_what_matches_is_counted_by_the_terms_that_narrow_it(
         send(shop, 3, job=job, hours=0.5)
     send(shop, 2)
     shop.tasks["note"].apply_async(kwargs={"key": "x"}, delay=30 * HOUR)
-    (cancelled,) = send(shop)
+    (cancelled,), before = send(shop), browser.json("/waiting")["cancelled"]
     shop.rabbitdelay.cancel(cancelled)
     everything = {
-        "state": {"waiting": 6, "cancelled": 1},
+        "state": {"waiting": 6},
         "task": {"look": 5, "note": 1},
         "queue": {queue: 6},
         "due": {"within an hour": 3, "within a day": 5, "within a week": 6},
@@ -217,7 +217,7 @@ def test_beside_the_list_what_matches_is_counted_by_the_terms_that_narrow_it(
     assert counts_of(of_job)["task"] == {"look": 3}
     # Cancelled tasks are counted; one is shown by its id.
     told = browser.json("/waiting", q="state:cancelled")
-    assert (told["count"], told["cancelled"], told["tasks"]) == (0, 1, [])
+    assert (told["count"], told["cancelled"], told["tasks"]) == (0, before + 1, [])
     told = browser.json("/waiting", q=cancelled)
     assert told["unlisted"] == [
         {"task_id": cancelled, "words": "It was cancelled, and will not run."}
