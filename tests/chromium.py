@@ -181,6 +181,10 @@ class Tab:
         where = f"{within}//button[normalize-space()={_quoted(name)}]"
         self._tried(lambda: self._one(where, By.XPATH).click())
 
+    def follow(self, text: str) -> None:
+        """Follow the link with a text."""
+        self._tried(lambda: self._one(f"//a[normalize-space()={_quoted(text)}]", By.XPATH).click())
+
     def tick(self, label: str) -> None:
         """Tick the box with a label."""
         self._tried(lambda: self._one(f"[aria-label='{label}']").click())

@@ -162,7 +162,7 @@ class Filter(NamedTuple):
     @property
     def needs_records(self) -> bool:
         """Whether no index holds just these tasks, so that each task's record is read."""
-        by_record = self.key, self.key_start, self.sent_before_ms, self.where
+        by_record = self.key, self.key_start, self.sent_before_ms, self.where, self.says
         return any(each is not None for each in by_record) or (
             self.is_of_kinds and self.job is not None
         )

@@ -261,6 +261,7 @@ def test_a_word_is_found_in_arguments_as_far_as_they_are_shown(shop: Any) -> Non
     def found(word: str, **options: Any) -> list[str]:
         browser = Browser(application(shop, loopback_role="operator", **options))
         told = browser.json("/waiting", q=word)
+        assert told["count"] == len(told["tasks"])
         if told["tasks"] and options:
             assert word in told["tasks"][0]["arguments"]
             counted = browser.json("/waiting/all", q=word)

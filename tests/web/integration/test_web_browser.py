@@ -13,8 +13,10 @@ from kombu import Connection
 from redis import Redis
 
 from celery_rabbitdelay.levels.headers import EXCHANGE, QUEUE, REASON, ROUTING_KEY
-from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
+from celery_rabbitdelay.testing.servers import PATIENCE
 from celery_rabbitdelay.web import pages
+from celery_rabbitdelay.web.query import Term
 from tests.chromium import Chromium, Tab
 from tests.kernel.integration.worker import Worker
 from tests.operations.integration.undeliverable_messages import message, put, straight
@@ -28,7 +30,10 @@ from tests.web.integration.page import (
 )
 
 #: The pages that are neither actions nor files, and take no field.
-NEED_A_FIELD = ("waiting/task", "undeliverable/message", "schedules/one")
+NEED_A_FIELD = (
+    *("waiting/completions", "waiting/task", "undeliverable/message", "jobs/one"),
+    "schedules/one",
+)
 READ = [
     f"/{each.path}"
     for each in pages.PAGES
@@ -98,13 +103,13 @@ def state(served: Any, task_id: str) -> str:
 
 def test_one_signs_in_reads_and_signs_out(served: Any, open_tab: Callable[..., Tab]) -> None:
     tab = open_tab(served.page, "nobody")
-    tab.go("/waiting?job=none")
+    tab.go("/waiting?q=job:none")
     sign_in(tab, password="wrong")
     tab.see("Name or password is wrong.")
     assert tab.value("Name") == ""
     sign_in(tab)
     tab.see("Waiting", f"{OPERATOR}, operator")
-    assert tab.path == "/waiting?job=none", "where one wanted to go"
+    assert tab.path == "/waiting?q=job:none", "where one wanted to go"
     tab.press("Sign out")
     tab.see("Password")
     tab.go("/waiting")
@@ -112,23 +117,56 @@ def test_one_signs_in_reads_and_signs_out(served: Any, open_tab: Callable[..., T
     assert tab.complaints(UNKNOWN) == []
 
 
-def test_enter_postpones_the_selected_and_never_cancels(
+def test_a_selection_brings_up_its_actions_which_ask_once_and_lead_back_to_the_search(
     served: Any, open_tab: Callable[..., Tab]
 ) -> None:
     tab, job = signed_in(open_tab, served.page), f"import-{uuid4().hex[:8]}"
     with served.rabbitdelay.job(job, expires=HOUR):
         first, second = send(served, 2, job=job)
-    tab.go(f"/waiting?job={job}")
+    tab.go("/waiting")
+    tab.fill("Search", f"job:{job}\n")
+    tab.see("2 tasks match")
+    assert "Postpone…" not in tab.text
     tab.tick(f"Select {first}")
-    tab.fill("Postpone by", "3h\n")
+    tab.see("selected", "Postpone…", "Cancel…")
+    tab.press("Postpone…")
+    tab.see("Postpone 1 task?", first)
+    tab.fill("By", "3h\n")
     tab.see("1 of 1 postponed")
     late = datetime.now(UTC) + timedelta(hours=4.5)
     assert [served.rabbitdelay.show(each).due > late for each in (first, second)] == [True, False]
-    tab.go(f"/waiting?job={job}")
+    tab.follow("Back to the list")
+    assert tab.value("Search") == f"job:{job}"
     tab.tick(f"Select {second}")
-    tab.press("Cancel")
+    tab.press("Cancel…")
+    tab.see("Cancel 1 task?")
+    assert state(served, second) == "waiting"
+    tab.press("Cancel 1 task")
     tab.see("1 of 1 cancelled")
     assert [state(served, each) for each in (first, second)] == ["waiting", "cancelled"]
+    tab.follow("Back to the list")
+    tab.follow("Cancel all that match…")
+    tab.see("Cancel 1 task?", f"job:{job}")
+    tab.press("Cancel 1 task")
+    tab.see("Cancelled 1 of 1")
+    assert state(served, first) == "cancelled"
+    tab.follow("Back to the list")
+    tab.see("0 tasks match")
+    assert tab.complaints(UNKNOWN) == []
+
+
+def test_a_search_is_completed_as_one_types_and_finds_what_was_pasted(
+    served: Any, open_tab: Callable[..., Tab]
+) -> None:
+    tab, key = signed_in(open_tab, served.page), uuid4().hex
+    send(served, 3)
+    (task_id,) = send(served, key=key)
+    tab.go("/waiting")
+    tab.fill("Search", "due:<1d loo")
+    first = "return document.querySelector('#completions option')?.value"
+    wait_for(lambda: tab.run(first) == "due:<1d task:look", "the completion", PATIENCE)
+    tab.fill("Search", f"{key[:20]}\n")
+    tab.see("1 task matches", task_id)
     assert tab.complaints(UNKNOWN) == []
 
 
@@ -137,8 +175,9 @@ def test_without_scripts_one_reads_and_acts(served: Any, open_tab: Callable[...,
     with tab.without_scripts():
         tab.go(f"/waiting/task?id={task_id}")
         sign_in(tab)
-        tab.see("State waiting")
-        tab.press("Cancel")
+        tab.see("waiting", "What it is")
+        tab.press("Cancel…")
+        tab.press("Cancel 1 task")
         tab.see("1 of 1 cancelled")
         for path in READ:
             tab.go(path)
@@ -171,19 +210,20 @@ def test_an_open_page_shows_that_the_broker_and_redis_are_away_and_comes_back(
 
         acting.go(f"/waiting/task?id={task_id}&refresh=off")
         sign_in(acting)
-        acting.see("State waiting")
+        acting.see("Why it has not run")
         with Redis.from_url(redis.url) as client:
             client.save()
         redis.kill()
         try:
             tab.see("Redis cannot be asked", "messages wait in the levels")
-            acting.press("Cancel")
-            acting.see("0 of 1 cancelled", task_id)
+            acting.press("Cancel…")
+            acting.see("Redis cannot be asked")
         finally:
             redis.start()
         tab.see_no("Redis cannot be asked")
         acting.go(f"/waiting/task?id={task_id}")
-        acting.press("Cancel")
+        acting.press("Cancel…")
+        acting.press("Cancel 1 task")
         acting.see("1 of 1 cancelled")
         assert tab.run("return window.isTheSamePage")
         assert tab.complaints(UNKNOWN, "responded with a status of 503") == []
@@ -231,9 +271,11 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
 ) -> None:
     tab, found, seen = open_tab(served.page), list[str](), set[str]()
 
-    def look(path: str) -> None:
-        tab.go(path)
-        seen.add(path.partition("?")[0].strip("/"))
+    def look(path: str = "") -> None:
+        """Look at a page; without a path, at that which the tab shows."""
+        if path:
+            tab.go(path)
+            seen.add(path.partition("?")[0].strip("/"))
         assert tab.texts("footer"), path
         found.extend(tab.barriers())
         assert tab.run("return window.hacked") is None, path
@@ -248,7 +290,7 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
     for text in HOSTILE.values():
         asked, name = quote(text[:5000], safe=""), quote(text[:50], safe="")
         look(f"/waiting/task?id={name}")
-        look(f"/waiting?job={asked}")
+        look(f"/waiting?q={quote(str(Term.of('job', text[:5000])))}")
         look(f"/undeliverable/message?id=lost%3A%20{name}")
         look(f"/jobs?name={asked}")
         look(f"/schedules/one?name={name}")
@@ -258,7 +300,10 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
         tab.press("Delete for good")
         tab.see("1 of 1", "done")
         tab.go(f"/waiting/task?id={name}")
-        tab.press("Cancel")
+        tab.press("Cancel…")
+        tab.see("Cancel 1 task?")
+        look()
+        tab.press("Cancel 1 task")
         tab.see("1 of 1 cancelled")
         assert state(served, text[:50]) == "cancelled"
     for scheme in ("light", "dark"):
@@ -266,5 +311,6 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
         for path in (*READ, "/nowhere", "/waiting?limit=none"):
             look(path)
     assert "\n".join(found) == ""
-    assert {each.path for each in pages.PAGES if each.template and not each.is_action} <= seen
+    pages_to_see = {each.path for each in pages.PAGES if each.template and not each.is_action}
+    assert pages_to_see - {"waiting/completions"} <= seen
     assert tab.complaints(UNKNOWN, "status of 404", "status of 400") == []
