@@ -152,7 +152,6 @@ def publish_each(
                 PublishPolicy(producer.timeout, resends=resends),
                 redeclare=producer.declarations(None, ())["redeclare"],
                 done=lambda each: settle(each.context, each.error),
-                declares_each=True,
             ).go_on()
     except Exception as error:  # noqa: BLE001 - it is the error of all that are not confirmed
         for item in items:
