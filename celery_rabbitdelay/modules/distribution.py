@@ -23,15 +23,9 @@ from celery_rabbitdelay.levels.routing_key import (
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import limits
 from celery_rabbitdelay.modules.envelope import Item, OpenedEnvelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, to_undeliverable
-from celery_rabbitdelay.modules.limits import (
-    ANYWHERE,
-    AllowedDestinations,
-    check_depth,
-    not_allowed,
-    where_in_words,
-)
 from celery_rabbitdelay.publishing.message import (
     DEFAULT_MAX_MESSAGE_BYTES,
     WaitingMessage,
@@ -84,7 +78,7 @@ class Distribution:
     topology: Topology
     put_back: Callable[[WaitingMessage], Outgoing | None] = lambda message: None
     asked: Asked | None = None
-    reach: AllowedDestinations = ANYWHERE
+    reach: limits.AllowedDestinations = limits.ANYWHERE
     signing_keys: SigningKeys | None = None
     is_signing_required: bool = True
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
@@ -107,7 +101,7 @@ class Distribution:
         later = header_names.later_version(given, message.properties.get("content_type"))
         if later is not None:
             raise LaterVersion(later)
-        check_depth(given)
+        limits.check_depth(given)
         headers, problems = header_names.parse(given)
         if problems:
             raise UnprocessableMessage("; ".join(problems.values()))
@@ -120,8 +114,8 @@ class Distribution:
             unrouted = decode_destination(word) or ""
         if unrouted is not None and self.topology.keys.has_no_digits(key):
             queue, delivery = unrouted or str(headers.queue), self.topology.delivery.name
-            named = "which the application does not name and which is not bound to"
-            reason = not_allowed(f"{where_in_words('', queue)}, {named} {delivery}")
+            why = f", which the application does not name and which is not bound to {delivery}"
+            reason = limits.not_allowed("", queue, why)
             returned = self._undeliverable(Outgoing("", queue, received), reason)
             yield returned._replace(is_authentic=False)
             return

@@ -36,10 +36,7 @@ from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Run
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Ack, Action, BatchThread
-from celery_rabbitdelay.worker.celery_internals import (
-    Consumer,
-    Delivery,
-)
+from celery_rabbitdelay.worker.celery_internals import Consumer, Delivery
 from celery_rabbitdelay.worker.celery_requests import is_ours, run_strategy
 
 logger = get_logger(__name__)
