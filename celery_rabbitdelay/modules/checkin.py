@@ -283,8 +283,7 @@ class CheckIn:
         # Recompute the remaining delay from the due time: the message has also waited for this
         # module, not only in meditation.
         # Its delay was checked when it came in, maybe by another clock.
-        due = Due(due_ms * NS_PER_MS, due_ms - wall_clock.ms(), is_instant=True)
-        return into_levels(self.topology, waiting, due, destination)
+        return into_levels(self.topology, waiting, Due.until(due_ms), destination)
 
     def _from_client(
         self, message: amqp.Message, given: dict[str, object], routing_key: str

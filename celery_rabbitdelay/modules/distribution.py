@@ -15,7 +15,7 @@ import amqp
 from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import NEVER_EARLY, DelayHeaders, shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
@@ -116,7 +116,7 @@ class Distribution:
             queue, delivery = unrouted or str(headers.queue), self.topology.delivery.name
             why = f", which the application does not name and which is not bound to {delivery}"
             reason = limits.not_allowed("", queue, why)
-            returned = self._undeliverable(Outgoing("", queue, received), reason)
+            returned = to_undeliverable(self.topology, Outgoing("", queue, received), reason)
             yield returned._replace(is_authentic=False)
             return
         is_authentic = self.signing_keys is None or self.signing_keys.verifies(*received)
@@ -197,10 +197,6 @@ class Distribution:
             return restored
         return self.signing_keys.sign(restored)
 
-    def _undeliverable(self, outgoing: Outgoing, reason: str) -> Outgoing:
-        exchange = self.topology.module_queues.undeliverable.exchange.name
-        return to_undeliverable(exchange, outgoing, reason)
-
     def _unpacked(self, message: WaitingMessage, is_authentic: bool) -> Iterator[Outgoing]:
         """Return what to publish for an envelope.
 
@@ -225,8 +221,7 @@ class Distribution:
         if self.asked is not None:
             answer = self.asked.envelope_arrived(read, message.headers.due_ms or 0)
         if isinstance(answer, int):
-            due = Due(answer * NS_PER_MS, 0, is_instant=True)
-            yield into_levels(self.topology, message, due)
+            yield into_levels(self.topology, message, Due.until(answer))
             return
         unpacked = self._messages(message.headers, envelope, is_authentic)
         yield from unpacked if answer is None else compress(unpacked, answer)
@@ -256,7 +251,7 @@ class Distribution:
             if problems:
                 left = message._replace(headers=headers.for_consumer())
                 refused = Outgoing(*_destination(headers), left)
-                yield self._undeliverable(refused, "; ".join(problems.values()))
+                yield to_undeliverable(self.topology, refused, "; ".join(problems.values()))
                 continue
             yield self._outgoing(message, is_authentic)
 

@@ -26,6 +26,7 @@ from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import RESENDS
+from celery_rabbitdelay.publishing.signature import signed
 from celery_rabbitdelay.registry.application import is_tracked as is_tracked_by_default
 from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.decision import Registration, new_copy
@@ -219,10 +220,10 @@ def send_all(delays: Delays, messages: Sequence[Delayed]) -> None:
         PublishError: One of them was not confirmed; the others were sent.
     """
 
-    def signed(producer: DelayedProducer, delayed: Delayed) -> Delayed:
-        return delayed._replace(message=producer.sign(delayed.message))
+    def sign(producer: DelayedProducer, delayed: Delayed) -> Delayed:
+        return delayed._replace(message=signed(delayed.message, producer.signing_keys))
 
-    for _, outcome in send_each(delays, messages, signed):
+    for _, outcome in send_each(delays, messages, sign):
         if isinstance(outcome, Exception):
             raise outcome
 
