@@ -68,7 +68,7 @@ def _decision(asked: Asked, until: search.Until | None) -> Callable[[str], Outco
 def confirm(asked: Asked) -> dict[str, object]:
     """Count the tasks that match; what is sent afterwards is left out of a decision about all."""
     action, delays = asked.fields.one_of("action", ACTIONS, "cancel"), asked.with_registry
-    end = instant_of(delays.registry.after_all_sent_ms())
+    end = instant_of(delays.registry.now_ms() + 1)
     count, may_be_more = search.count_at_least(delays, filter_of(asked))
     return {
         "action": action,

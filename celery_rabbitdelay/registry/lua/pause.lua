@@ -20,4 +20,4 @@ local function call(paused, verb, field)
   return since or ''
 end
 
-return cjson.encode(of_each_key(call)[1])
+return cjson.encode(of_each_key(call))
