@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted
+from celery_rabbitdelay.testing import ServerNotStarted
 from tests import CACHE
+from tests.rabbitmq_node import RabbitMQNode
 
 REPOSITORY: Final = Path(__file__).resolve().parent.parent
 
@@ -80,7 +81,7 @@ def _run(broker: Broker) -> int | str:
     """Run the tests on a version; return pytest's exit code, or why they cannot be run."""
     try:
         root = system_with(broker)
-        with RabbitMQServer(root) as server:
+        with RabbitMQNode(root) as server:
             print(f"RabbitMQ {server.ctl('version').strip()} in {root}", flush=True)
     except (NotPossibleHere, ServerNotStarted, OSError) as error:
         return str(error)

@@ -29,20 +29,13 @@ def evaluate(broker: RabbitMQServer, *expressions: str) -> str:
         f"case {each} of {{error, Why{number}}} -> exit(Why{number}); V{number} -> V{number} end"
         for number, each in enumerate(expressions)
     )
-    if not Path(broker.root or "/", "usr/bin/erl_call").exists():
+    if not Path(getattr(broker, "root", None) or "/", "usr/bin/erl_call").exists():
         return broker.ctl("eval", f"{checked}.")
     cookie = (broker.folder / ".erlang.cookie").read_text()
     # Two clients of one name would keep each other out.
     own = ["-h", f"tests{os.getpid()}x{threading.get_ident()}"]
     command = ["/usr/bin/erl_call", *own, "-sname", broker.node, "-c", cookie, "-e"]
-    done = subprocess.run(
-        broker._inside(command),
-        env=broker._environment(),
-        input=f"{checked}.\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = broker._run(command, input=f"{checked}.\n", check=False)
     if done.returncode or not done.stdout.startswith("{ok, "):
         failed = subprocess.CalledProcessError(done.returncode, checked)
         failed.add_note(done.stdout + done.stderr)
@@ -52,8 +45,7 @@ def evaluate(broker: RabbitMQServer, *expressions: str) -> str:
 
 def run_tool(broker: RabbitMQServer, program: str, *arguments: str) -> None:
     """Run one of RabbitMQ's other programs, as ``rabbitmq-queues``, against a node."""
-    command = broker._inside([f"/usr/lib/rabbitmq/bin/{program}", *arguments])
-    subprocess.run(command, env=broker._environment(), check=True)
+    broker._run([f"/usr/lib/rabbitmq/bin/{program}", *arguments], check=True)
 
 
 def listed(broker: RabbitMQServer, expression: str) -> set[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from celery_rabbitdelay.testing import RabbitMQServer
+from tests.rabbitmq_node import RabbitMQNode
 
 #: Lines for ``rabbitmq.conf``: hundreds of queues need not tell of each election.
 QUIET: Final = ("log.queue.level = error", "log.ra.level = error")
@@ -19,4 +20,4 @@ def private_broker(management: bool = False) -> RabbitMQServer:
     root = os.environ.get("RABBITDELAY_BROKER_ROOT")
     # It wins over every broker that an application names.
     os.environ.pop("CELERY_BROKER_URL", None)
-    return RabbitMQServer(Path(root) if root else None, settings=QUIET, management=management)
+    return RabbitMQNode(Path(root) if root else None, settings=QUIET, management=management)

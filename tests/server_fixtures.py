@@ -21,6 +21,7 @@ from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer
 from celery_rabbitdelay.testing.plugin import LONG_TRAVELS
 from tests.node_control import add_virtual_host
 from tests.private_broker import QUIET
+from tests.rabbitmq_node import RabbitMQNode
 from tests.shared_servers import leave, shared
 
 #: Characters of each server's log that the report of a failed test shows.
@@ -84,7 +85,7 @@ def session_rabbitmq(
 
     def make() -> RabbitMQServer:
         settings = (*QUIET, LONG_TRAVELS)
-        return RabbitMQServer(
+        return RabbitMQNode(
             broker_root, settings, management=True, certificates=broker_certificates
         )
 
@@ -97,7 +98,7 @@ def own_rabbitmq(
     broker_root: Path | None, broker_certificates: Certificates | None
 ) -> Iterator[RabbitMQServer]:
     """A RabbitMQ node of this process."""
-    with RabbitMQServer(broker_root, QUIET, certificates=broker_certificates) as server:
+    with RabbitMQNode(broker_root, QUIET, certificates=broker_certificates) as server:
         yield server
 
 

@@ -53,6 +53,7 @@ from celery_rabbitdelay.publishing.message import (
     WaitingMessage,
     encoded,
 )
+from celery_rabbitdelay.publishing.signature import signed
 
 #: The headers for the registry in which calls differ; all others are the same for all.
 OWN_HEADERS: Final = (COPY, LIFE, KEY, ORDER)
@@ -350,11 +351,10 @@ class TemplateByCelery(Template):
         if self._last[0] != call.task_id:
             self._last = call.task_id, self._capture(call).delayed.message
         shared, _ = header_names.parse(self._headers)
-        return self.producer.sign(
-            self._last[1].saying(
-                exchange=shared.exchange, routing_key=shared.routing_key, queue=shared.queue
-            )
+        message = self._last[1].saying(
+            exchange=shared.exchange, routing_key=shared.routing_key, queue=shared.queue
         )
+        return signed(message, self.producer.signing_keys)
 
     def content(self, call: Call, reply_to: str | None = None) -> Content:
         """Return the message of a call, which Celery makes unless it has already."""

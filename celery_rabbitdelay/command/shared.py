@@ -73,7 +73,7 @@ class Commands(click.Group):
     group_class = type
 
     def command(  # type: ignore[override]
-        self, *args: Any, **attributes: Any
+        self, *args: object, **attributes: object
     ) -> Callable[[_Function], click.Command]:
         """Add a command that takes ``--json``."""
         add: Callable[[_Function], click.Command] = super().command(*args, **attributes)

@@ -101,7 +101,7 @@ def plain(given: Any, what: str) -> Any:
     """
     if type(given) in _PLAIN:
         return given
-    made: Any
+    made: object
     match given:
         case datetime():
             made = datetime.combine(datetime.date(given), datetime.timetz(given))
@@ -159,6 +159,11 @@ class Due(NamedTuple):
         now_ns = wall_clock.ns()
         at_ns = max(_microseconds_of(instant, "eta") * 1000, now_ns)
         return cls(at_ns, -((now_ns - at_ns) // NS_PER_MS), True, tolerance_ms)
+
+    @classmethod
+    def until(cls, at_ms: int) -> Due:
+        """Due at an instant, in milliseconds since 1970-01-01 UTC; now if it has passed."""
+        return cls(at_ms * NS_PER_MS, max(at_ms - wall_clock.ms(), 0), is_instant=True)
 
     @property
     def at_ms(self) -> int:

@@ -400,7 +400,7 @@ _TEXT: Final = _is_text, "a text"
 _TRUE: Final = partial(operator.is_, True), "True"
 
 #: For each of our headers which values count, and what they are in words.
-_KINDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+_KINDS: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     DUE: _INSTANT,
     EXCHANGE: (_is_text, "an exchange's name"),
     ROUTING_KEY: (_is_text, "a routing key"),
@@ -439,7 +439,7 @@ def parse(headers: Mapping[str, object]) -> tuple[DelayHeaders, dict[str, str]]:
     """
     valid: dict[str, Any] = {}
     problems: dict[str, str] = {}
-    others: dict[str, Any] = {}
+    others: dict[str, object] = {}
     for name, value in headers.items():
         kind = _KINDS.get(name)
         if kind is None:
@@ -508,7 +508,7 @@ def refuse_sender_selected(headers: Mapping[str, object]) -> None:
             )
 
 
-def of_client(headers: Mapping[str, object]) -> dict[str, Any]:
+def of_client(headers: Mapping[str, object]) -> dict[str, object]:
     """Return the headers of a message that a client has checked in, as far as it may set them.
 
     Of our own, the exchange stays, which the client may name, and the version, for which check-in
@@ -552,7 +552,7 @@ def client_delay_ms(headers: Mapping[str, object]) -> int:
     raise UnprocessableMessage(f"{X_DELAY} is {shortened(delay)}, not a number of milliseconds")
 
 
-def strip(headers: Mapping[str, object]) -> dict[str, Any]:
+def strip(headers: Mapping[str, object]) -> dict[str, object]:
     """Return headers without those that the broker and this package added.
 
     The user's own ``x-*`` stay. Nested headers, to which tracers copy the others, are stripped too.
@@ -565,7 +565,7 @@ def strip(headers: Mapping[str, object]) -> dict[str, Any]:
     return stripped
 
 
-def _foreign(table: Mapping[str, object]) -> dict[str, Any]:
+def _foreign(table: Mapping[str, object]) -> dict[str, object]:
     return {
         name: value
         for name, value in table.items()
@@ -573,7 +573,7 @@ def _foreign(table: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def own(headers: Mapping[str, object]) -> dict[str, Any]:
+def own(headers: Mapping[str, object]) -> dict[str, object]:
     """Return our own headers among those of a message."""
     return {name: each for name, each in headers.items() if name[:_PREFIX_LENGTH] == OWN_PREFIX}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 from urllib.parse import unquote
 
 from kombu import Connection
@@ -71,7 +71,7 @@ def without_passwords(text: str) -> str:
     return _IN_TEXT.sub(lambda found: without_password(found[0]), text)
 
 
-def without_passwords_in(value: object) -> Any:
+def without_passwords_in(value: object) -> object:
     """Return settings without their passwords, however deep these are in mappings and lists.
 
     Args:

@@ -26,7 +26,7 @@ from celery_rabbitdelay.metrics.settings import MetricsSettings
 from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of, module_queues
 from celery_rabbitdelay.publishing.publish_loop import BLOCKED
-from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
+from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, Worker
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -64,7 +64,7 @@ class ServeMetrics(RabbitMQStep):
     requires = (Pool,)
 
     def __init__(
-        self, worker: Any, rabbitdelay_metrics_port: str | None = None, **options: Any
+        self, worker: Worker, rabbitdelay_metrics_port: str | None = None, **options: object
     ) -> None:
         self._given = rabbitdelay_metrics_port
         self._port: int | str | None = None
@@ -72,7 +72,7 @@ class ServeMetrics(RabbitMQStep):
         self._at_end = ExitStack()
         super().__init__(worker, **options)
 
-    def create(self, worker: Any) -> None:
+    def create(self, worker: Worker) -> None:
         """Prepare for the processes of the pool, none of which is forked yet.
 
         Raises:
@@ -93,7 +93,7 @@ class ServeMetrics(RabbitMQStep):
         if issubclass(worker.pool_cls, TaskPool):
             self._children = metrics.children = ChildCounts(metrics.count)
 
-    def start(self, worker: Any) -> None:
+    def start(self, worker: Worker) -> None:
         """Begin to serve.
 
         Raises:
@@ -117,7 +117,7 @@ class ServeMetrics(RabbitMQStep):
                 logger.warning("worker_pool_start_method is 'spawn': the pool is not counted.")
             self._serve(worker, self._port)
 
-    def _serve(self, worker: Any, address: int | str) -> None:
+    def _serve(self, worker: Worker, address: int | str) -> None:
         from prometheus_client import CollectorRegistry, start_http_server  # an extra
 
         registry = CollectorRegistry()
@@ -137,13 +137,13 @@ class ServeMetrics(RabbitMQStep):
         os.register_at_fork(after_in_child=server.socket.close)
         logger.info("Metrics are served at http://%s:%s/metrics.", host, port)
 
-    def _close(self, **signal: Any) -> None:
+    def _close(self, **signal: object) -> None:
         # Not in ``stop``: the processes of the pool may still finish their tasks for long.
         signals.worker_shutdown.disconnect(self._close, sender=signal["sender"])
         self._at_end.close()
 
 
-def observed(worker: Any, backlogs: Readings[Backlog]) -> Iterator[Sample]:
+def observed(worker: Worker, backlogs: Readings[Backlog]) -> Iterator[Sample]:
     """Yield what a worker knows at the moment, and does not record as it happens.
 
     Args:
@@ -176,7 +176,7 @@ def observed(worker: Any, backlogs: Readings[Backlog]) -> Iterator[Sample]:
         yield instrument, (), look_up()
 
 
-def with_health(metrics: WSGIApplication, worker: Any) -> WSGIApplication:
+def with_health(metrics: WSGIApplication, worker: Worker) -> WSGIApplication:
     """Return a WSGI application that also answers ``/healthz`` and ``/readyz``.
 
     ``/healthz`` answers 200 as long as the process answers; ``/readyz`` if the worker takes and
@@ -199,7 +199,7 @@ def with_health(metrics: WSGIApplication, worker: Any) -> WSGIApplication:
     return application
 
 
-def why_not_consuming(worker: Any) -> str:
+def why_not_consuming(worker: Worker) -> str:
     """Return why a worker takes no tasks from the broker; empty if it does. From any thread."""
     consumer = getattr(worker, "consumer", None)
     connection = getattr(consumer, "connection", None)
@@ -211,7 +211,7 @@ def why_not_consuming(worker: Any) -> str:
     return ""
 
 
-def why_not_ready(worker: Any) -> str:
+def why_not_ready(worker: Worker) -> str:
     """Return why a worker takes or sends no tasks, or cannot ask the registry; empty if it can."""
     delays = worker.app.rabbitdelay
     reason = why_not_consuming(worker) or (BLOCKED if delays.is_blocked() else "")

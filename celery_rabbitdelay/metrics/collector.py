@@ -203,10 +203,10 @@ class ChildCounts:
             self._count({INSTRUMENTS[number]: value for number, value in numbered}, tuple(labels))
 
 
-def _prometheus_metrics() -> dict[Instrument, Any]:
+def _prometheus_metrics() -> dict[Instrument, object]:
     import prometheus_client  # an extra
 
-    metrics: dict[Instrument, Any] = {}
+    metrics: dict[Instrument, object] = {}
     for each in INSTRUMENTS:
         described = each.metric, each.help, each.labels
         if each.buckets:

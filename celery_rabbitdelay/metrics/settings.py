@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from celery_rabbitdelay.app.settings import SettingsGroup, SettingType
 
@@ -11,7 +11,7 @@ from celery_rabbitdelay.app.settings import SettingsGroup, SettingType
 MAX_PORT: Final = 65_535
 
 
-def _is_port(value: Any) -> bool:
+def _is_port(value: object) -> bool:
     host, colon, port = str(value).rpartition(":")
     is_whole = type(value) in (int, str) and port.isdecimal() and len(port) <= len(str(MAX_PORT))
     return is_whole and bool(host) == bool(colon) and 0 < int(port) <= MAX_PORT

@@ -18,6 +18,7 @@ from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.deliveries import Module, Received
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import Content, Publication, WaitingMessage, headers_of
+from celery_rabbitdelay.publishing.signature import signed
 from celery_rabbitdelay.publishing.wire import REJECT
 
 logger = logging.getLogger(__name__)
@@ -381,15 +382,15 @@ class Forwarder:
             logger.log(level, text, self.name, reason, exc_info=error)
         redriven = unopened(headers_of(received.message)).redriven
         refused = undeliverable or forwarding.to_undeliverable(
-            self.undeliverable, outgoing, reason, redriven
+            self.module.topology, outgoing, reason, redriven
         )
         if outgoing.is_authentic:
             # The module has made it of one that it has let in, so that it may be redriven.
-            refused = refused._replace(message=self.redelivery.sign(refused.message))
+            refused = refused._replace(message=signed(refused.message, self.module.signing_keys))
         try:
             content = forwarding.encoded(refused, self.frame_max)
         except exceptions.UnprocessableMessage:
-            refused = forwarding.without_headers(self.undeliverable, refused)
+            refused = forwarding.without_headers(refused)
             content = forwarding.encoded(refused, self.frame_max)
         return self._publication(received, refused, content)
 
@@ -430,10 +431,8 @@ class Forwarder:
         said = outgoing.message.headers
         if said != DelayHeaders(reason=said.reason, redriven=said.redriven):
             reason = f"{said.reason}; its headers are left out: {_reason(error, outgoing)}"
-            bare = forwarding.without_headers(
-                self.undeliverable,
-                outgoing._replace(message=outgoing.message.saying(reason=reason)),
-            )
+            explained = outgoing._replace(message=outgoing.message.saying(reason=reason))
+            bare = forwarding.without_headers(explained)
             return self._publication(received, bare, forwarding.encoded(bare, self.frame_max))
         logger.error(
             "%s: a message is rejected, so that the broker puts it into %s, which does not take it "

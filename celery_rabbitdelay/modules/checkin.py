@@ -34,12 +34,7 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import (
-    NESTED_HEADERS,
-    SENDER_SELECTED,
-    DelayHeaders,
-    shortened,
-)
+from celery_rabbitdelay.levels.headers import NESTED_HEADERS, DelayHeaders, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution, into_levels
 from celery_rabbitdelay.modules.limits import check_delay, check_depth, where_in_words
@@ -62,7 +57,7 @@ NOT_TAKEN_OVER: Final = frozenset(
         *("root_id", "parent_id", "argsrepr", "kwargsrepr", "origin", "ignore_result"),
         *("replaced_task_nesting", "stamped_headers", "stamps", "compression"),
         *CANVAS,
-        *SENDER_SELECTED,
+        *header_names.SENDER_SELECTED,
     )
 )
 
@@ -288,8 +283,7 @@ class CheckIn:
         # Recompute the remaining delay from the due time: the message has also waited for this
         # module, not only in meditation.
         # Its delay was checked when it came in, maybe by another clock.
-        due = Due(due_ms * NS_PER_MS, due_ms - wall_clock.ms(), is_instant=True)
-        return into_levels(self.topology, waiting, due, destination)
+        return into_levels(self.topology, waiting, Due.until(due_ms), destination)
 
     def _from_client(
         self, message: amqp.Message, given: dict[str, object], routing_key: str

@@ -15,7 +15,7 @@ import amqp
 from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import NEVER_EARLY, DelayHeaders, shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
@@ -23,15 +23,9 @@ from celery_rabbitdelay.levels.routing_key import (
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import limits
 from celery_rabbitdelay.modules.envelope import Item, OpenedEnvelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, to_undeliverable
-from celery_rabbitdelay.modules.limits import (
-    ANYWHERE,
-    AllowedDestinations,
-    check_depth,
-    not_allowed,
-    where_in_words,
-)
 from celery_rabbitdelay.publishing.message import (
     DEFAULT_MAX_MESSAGE_BYTES,
     WaitingMessage,
@@ -84,7 +78,7 @@ class Distribution:
     topology: Topology
     put_back: Callable[[WaitingMessage], Outgoing | None] = lambda message: None
     asked: Asked | None = None
-    reach: AllowedDestinations = ANYWHERE
+    reach: limits.AllowedDestinations = limits.ANYWHERE
     signing_keys: SigningKeys | None = None
     is_signing_required: bool = True
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
@@ -107,7 +101,7 @@ class Distribution:
         later = header_names.later_version(given, message.properties.get("content_type"))
         if later is not None:
             raise LaterVersion(later)
-        check_depth(given)
+        limits.check_depth(given)
         headers, problems = header_names.parse(given)
         if problems:
             raise UnprocessableMessage("; ".join(problems.values()))
@@ -120,9 +114,9 @@ class Distribution:
             unrouted = decode_destination(word) or ""
         if unrouted is not None and self.topology.keys.has_no_digits(key):
             queue, delivery = unrouted or str(headers.queue), self.topology.delivery.name
-            named = "which the application does not name and which is not bound to"
-            reason = not_allowed(f"{where_in_words('', queue)}, {named} {delivery}")
-            returned = self._undeliverable(Outgoing("", queue, received), reason)
+            why = f", which the application does not name and which is not bound to {delivery}"
+            reason = limits.not_allowed("", queue, why)
+            returned = to_undeliverable(self.topology, Outgoing("", queue, received), reason)
             yield returned._replace(is_authentic=False)
             return
         is_authentic = self.signing_keys is None or self.signing_keys.verifies(*received)
@@ -203,10 +197,6 @@ class Distribution:
             return restored
         return self.signing_keys.sign(restored)
 
-    def _undeliverable(self, outgoing: Outgoing, reason: str) -> Outgoing:
-        exchange = self.topology.module_queues.undeliverable.exchange.name
-        return to_undeliverable(exchange, outgoing, reason)
-
     def _unpacked(self, message: WaitingMessage, is_authentic: bool) -> Iterator[Outgoing]:
         """Return what to publish for an envelope.
 
@@ -231,8 +221,7 @@ class Distribution:
         if self.asked is not None:
             answer = self.asked.envelope_arrived(read, message.headers.due_ms or 0)
         if isinstance(answer, int):
-            due = Due(answer * NS_PER_MS, 0, is_instant=True)
-            yield into_levels(self.topology, message, due)
+            yield into_levels(self.topology, message, Due.until(answer))
             return
         unpacked = self._messages(message.headers, envelope, is_authentic)
         yield from unpacked if answer is None else compress(unpacked, answer)
@@ -262,7 +251,7 @@ class Distribution:
             if problems:
                 left = message._replace(headers=headers.for_consumer())
                 refused = Outgoing(*_destination(headers), left)
-                yield self._undeliverable(refused, "; ".join(problems.values()))
+                yield to_undeliverable(self.topology, refused, "; ".join(problems.values()))
                 continue
             yield self._outgoing(message, is_authentic)
 

@@ -91,7 +91,7 @@ class Item(NamedTuple):
         own = _to_json(headers=self.headers, properties=self.properties)
         return length_prefixed(own) + length_prefixed(self.body)
 
-    def properties_with(self, shared: Mapping[str, object]) -> dict[str, Any]:
+    def properties_with(self, shared: Mapping[str, object]) -> dict[str, object]:
         """Return its AMQP properties, with those that all share; names that AMQP lacks are left."""
         both = {**shared, **self.properties}
         return {name: both[name] for name in _PROPERTIES if name in both}
@@ -350,7 +350,7 @@ def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return headers, properties
 
 
-def _copied(copies: Mapping[str, object], headers: Mapping[str, object]) -> dict[str, Any]:
+def _copied(copies: Mapping[str, object], headers: Mapping[str, object]) -> dict[str, object]:
     return {
         name: headers[source]
         for name, source in copies.items()

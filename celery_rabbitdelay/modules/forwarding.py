@@ -25,7 +25,7 @@ import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import (
     DUE,
     DelayHeaders,
@@ -48,7 +48,7 @@ from celery_rabbitdelay.publishing.message import (
     headers_of,
 )
 from celery_rabbitdelay.publishing.message import encoded as encoded_properties
-from celery_rabbitdelay.publishing.signature import SigningKeys
+from celery_rabbitdelay.publishing.signature import SigningKeys, signed
 
 logger = logging.getLogger(__name__)
 
@@ -181,10 +181,7 @@ def for_distribution(
         signing_keys: What signs it; None: nothing does.
     """
     waiting = with_destination(Outgoing(exchange, routing_key, message), due_ms=due.at_ms)
-    waiting = waiting.with_low_priority()
-    if signing_keys is not None:
-        waiting = signing_keys.sign(waiting)
-    return into_levels(topology, waiting, due)
+    return into_levels(topology, signed(waiting.with_low_priority(), signing_keys), due)
 
 
 def encoded(outgoing: Outgoing, frame_max: int) -> Content:
@@ -226,25 +223,26 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
 
 
 def to_undeliverable(
-    undeliverable: str, outgoing: Outgoing, reason: str, redriven: int = 0
+    topology: Topology, outgoing: Outgoing, reason: str, redriven: int = 0
 ) -> Outgoing:
     """Return a message for ``undeliverable``, with its destination and the reason in headers.
 
     Args:
-        undeliverable: The name of the exchange of undeliverable messages.
+        topology: The levels, with the exchange of undeliverable messages.
         outgoing: The message, with the exchange and key that it was meant for.
         reason: Why it cannot be delivered.
         redriven: How often the message was redriven that the module has received for it.
     """
     left = with_destination(outgoing, reason=reason, redriven=redriven)
-    return Outgoing(undeliverable, outgoing.routing_key, left)
+    exchange = topology.module_queues.undeliverable.exchange.name
+    return Outgoing(exchange, outgoing.routing_key, left)
 
 
-def without_headers(undeliverable: str, outgoing: Outgoing) -> Outgoing:
+def without_headers(outgoing: Outgoing) -> Outgoing:
     """Return a message for ``undeliverable`` without the headers that do not fit into a frame."""
     said = outgoing.message.headers
     kept = DelayHeaders(reason=said.reason, redriven=said.redriven)
-    return Outgoing(undeliverable, "", WaitingMessage(outgoing.message.body, {}, kept))
+    return Outgoing(outgoing.exchange, "", WaitingMessage(outgoing.message.body, {}, kept))
 
 
 #: The longest time, in milliseconds, for which a message is put back at once. A clock that is years
@@ -328,12 +326,11 @@ def waiting_on(
             time if the registry says that a task waits.
     """
     now_ms, early = wall_clock.ms(), message.headers.early
-    pause = pause_ms(max(until_ms - now_ms, 0), topology)
-    at_ms = min(now_ms + pause, until_ms)
+    at_ms = min(now_ms + pause_ms(max(until_ms - now_ms, 0), topology), until_ms)
     again = early._replace(
         times=early.times + 1, until_ms=0 if at_ms == message.headers.due_ms else at_ms
     )
-    return message.saying(early=again), Due(at_ms * NS_PER_MS, pause, is_instant=True)
+    return message.saying(early=again), Due.until(at_ms)
 
 
 def early_ms(headers: DelayHeaders, now_ms: int, tolerated_ms: int = 0) -> int | None:
@@ -409,8 +406,7 @@ class Redelivery:
         """
         failures, reasons, due = self._again(received.failures, reason, makes_copies)
         if due is None:
-            undeliverable = self.topology.module_queues.undeliverable.exchange.name
-            return to_undeliverable(undeliverable, outgoing, reasons, received.redriven)
+            return to_undeliverable(self.topology, outgoing, reasons, received.redriven)
         message = with_destination(
             outgoing, failures=failures, reason=reason, redriven=received.redriven
         )
@@ -418,13 +414,9 @@ class Redelivery:
         if outgoing.obstacle is None or self.topology.queue_type == "quorum":
             message = message.with_low_priority()
         if outgoing.is_authentic:
-            message = self.sign(message)
+            message = signed(message, self.signing_keys)
         destination = outgoing.routing_key if outgoing.obstacle else DISTRIBUTION
         return into_levels(self.topology, message, due, destination)
-
-    def sign(self, message: WaitingMessage) -> WaitingMessage:
-        """Sign a message that the module has made, if there is a key."""
-        return message if self.signing_keys is None else self.signing_keys.sign(message)
 
     def until_upgraded(
         self, message: amqp.Message, reason: str, destination: str = DISTRIBUTION

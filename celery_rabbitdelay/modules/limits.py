@@ -92,18 +92,17 @@ class AllowedDestinations:
             UnprocessableMessage: Distribution may not publish there.
         """
         name = exchange or routing_key
-        where = where_in_words(exchange, routing_key)
         if not name:
             raise UnprocessableMessage(
                 "its destination is missing: it names neither an exchange nor a queue"
             )
         if self.forbids(name):
-            where = f"{where}, which belongs to the broker, to Celery or to the levels"
-            raise UnprocessableMessage(not_allowed(where))
+            why = ", which belongs to the broker, to Celery or to the levels"
+            raise UnprocessableMessage(not_allowed(exchange, routing_key, why))
         if self.includes(exchange, routing_key):
             return True
         if self.is_list:
-            raise UnprocessableMessage(not_allowed(where))
+            raise UnprocessableMessage(not_allowed(exchange, routing_key))
         return exchange != ""
 
     def forbids(self, name: str) -> bool:
@@ -124,8 +123,9 @@ def where_in_words(exchange: str, routing_key: str) -> str:
     )
 
 
-def not_allowed(where: str) -> str:
+def not_allowed(exchange: str, routing_key: str, why: str = "") -> str:
     """Return the reason why distribution does not publish a message."""
+    where = f"{where_in_words(exchange, routing_key)}{why}"
     return f"distribution may not reach {where}: see rabbitdelay_distribution_allowed"
 
 

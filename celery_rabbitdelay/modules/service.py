@@ -12,22 +12,16 @@ from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Final
 
-from amqp import spec
-from amqp.exceptions import AccessRefused, ChannelError
+from amqp.exceptions import ChannelError
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PermissionMissing, PublishError
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.modules.attempts import SILENCE, AnswerTimes, Forwarder
-from celery_rabbitdelay.modules.deliveries import (
-    MAX_HELD_BYTES,
-    Deliveries,
-    Module,
-    Received,
-)
+from celery_rabbitdelay.modules.deliveries import MAX_HELD_BYTES, Deliveries, Module, Received
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
-from celery_rabbitdelay.publishing.declaration import opened_channel
-from celery_rabbitdelay.publishing.kombu_internals import connect, drop_connection, find_exchanges
+from celery_rabbitdelay.publishing.declaration import exists_or_hidden, opened_channel
+from celery_rabbitdelay.publishing.kombu_internals import connect, drop_connection
 from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.publish_loop import (
     PublishLoop,
@@ -256,12 +250,7 @@ class ModuleConsumer:
     def _exists(self, exchange: str) -> bool:
         in_time = self._wire.answers_within(self._module.timeout)
         with in_time, opened_channel(self._connection) as channel:
-            try:
-                return all(find_exchanges(channel, [exchange]))
-            except AccessRefused as refused:
-                if refused.method_sig != spec.Exchange.Declare:
-                    raise  # it closes the channel that publishes
-                return True  # it may exist nevertheless
+            return exists_or_hidden(channel, exchange)
 
     def _done(self, publication: Publication) -> None:
         """Handle a message that is settled: ``done`` of the publish loop."""

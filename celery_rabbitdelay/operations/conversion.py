@@ -30,7 +30,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import routing_key
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, shortened
 from celery_rabbitdelay.levels.topology import PROBE_TYPE, Topology
 from celery_rabbitdelay.modules import forwarding
@@ -47,7 +47,7 @@ from celery_rabbitdelay.publishing.destination import (
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import DelayedProducer
-from celery_rabbitdelay.publishing.signature import SigningKeys
+from celery_rabbitdelay.publishing.signature import SigningKeys, signed
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,10 @@ class Migration:
             waiting = lowered
         if destination:
             self.ensure(destination)
-        due_ms = due_ms if until_ms is None else until_ms
-        due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
-        if self.signing_keys is not None and is_authentic:
+        due = Due.until(due_ms if until_ms is None else until_ms)
+        if is_authentic:
             # It may have another priority in its headers; and the first key signs.
-            waiting = self.signing_keys.sign(waiting)
+            waiting = signed(waiting, self.signing_keys)
         return forwarding.into_levels(self.target, waiting, due, destination)
 
 

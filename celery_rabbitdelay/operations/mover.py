@@ -393,8 +393,7 @@ class Mover:
             raise
         except UnprocessableMessage as error:
             outgoing = Outgoing("", "", WaitingMessage.unopened(message))
-            undeliverable = self.target.topology.module_queues.undeliverable.exchange.name
-            return to_undeliverable(undeliverable, outgoing, str(error)), str(error)
+            return to_undeliverable(self.target.topology, outgoing, str(error)), str(error)
         except Exception as error:
             # A single message, which anybody may have published, does not end the move.
             raise Stay(f"it cannot be converted: {shortened(error)}") from error

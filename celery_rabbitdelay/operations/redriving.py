@@ -21,7 +21,7 @@ from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Delay, Due, milliseconds
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS, Delay, Due, milliseconds
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, EarlyHeader, shortened
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Topology
@@ -33,7 +33,7 @@ from celery_rabbitdelay.modules.limits import AllowedDestinations
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage, headers_of
-from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
+from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys, signed
 
 #: The headers of a message, whoever has written them.
 Headers: TypeAlias = Mapping[str, object]
@@ -171,9 +171,7 @@ class Redriving:
             redriven = redriven.with_low_priority()
         queue = self._queue(destination, redriven.headers)
         self._check_capacity(due)
-        if keys is not None:
-            redriven = keys.sign(redriven)
-        return into_levels(self.topology, redriven, due, queue)
+        return into_levels(self.topology, signed(redriven, keys), due, queue)
 
     def _count(self, said: DelayHeaders, problems: Mapping[str, str]) -> int:
         """Return how often the message was already redriven.
@@ -200,7 +198,7 @@ class Redriving:
                 raise UnprocessableMessage(f"{invalid.reason}: give a delay") from invalid
         until_ms = min(max(now_ms + delay_ms, was_due_ms or 0), MAX_DUE_MS)
         limits.check_delay("its due time", until_ms, until_ms - now_ms)
-        due = Due(until_ms * NS_PER_MS, until_ms - now_ms, is_instant=True)
+        due = Due.until(until_ms)
         return (until_ms if until_ms > now_ms or was_due_ms is None else was_due_ms), due
 
     def _intended(

@@ -118,28 +118,30 @@ def _absent(connection: Connection, topology: Topology, by_marker: bool) -> tupl
     """Return the names of what is missing, as far as the user may ask; see above."""
     ours = (topology.identity.guard.name, topology.identity.marker.name)
     with opened_channel(connection) as channel:
-        if by_marker and _exists_or_hidden(channel, topology.identity.marker.name):
+        if by_marker and exists_or_hidden(channel, topology.identity.marker.name):
             return tuple(
                 exchange.name
                 for exchange in topology.exchanges
                 if topology.queue_type == "classic"
                 and not topology.is_optional(exchange.name)
-                and not _exists_or_hidden(channel, exchange.name)
+                and not exists_or_hidden(channel, exchange.name)
             )
         try:
             absent = missing(connection, topology)
         except AccessRefused:
-            if not _exists_or_hidden(channel, topology.identity.marker.name):
+            if not exists_or_hidden(channel, topology.identity.marker.name):
                 raise
             return ()
     return tuple(name for name in absent if name not in ours and not topology.is_optional(name))
 
 
-def _exists_or_hidden(channel: Channel, exchange: str) -> bool:
+def exists_or_hidden(channel: Channel, exchange: str) -> bool:
     """Return whether an exchange exists, or the user has no permission on it."""
     try:
         return all(kombu_internals.find_exchanges(channel, [exchange]))
-    except AccessRefused:
+    except AccessRefused as refused:
+        if refused.method_sig != spec.Exchange.Declare:
+            raise  # it closes another channel of the connection
         return True  # py-amqp has opened the channel again
 
 

@@ -96,7 +96,7 @@ def _ask_in_batches(
     has opened the channel again when it raises the error, so they are asked again: one first and
     then ever more, because others are probably missing as well.
     """
-    answers: list[tuple[Any, ...] | None] = []
+    answers: list[tuple[object, ...] | None] = []
     size = PASSIVE_BATCH
     flags = (True, False, False, False, False)  # passive, ..., nowait
     while len(answers) < len(names):
@@ -120,8 +120,8 @@ def _ask_in_batches(
 def serialized(
     producer: Producer,
     body: object,
-    headers: dict[str, Any],
-    **how: Any,
+    headers: dict[str, object],
+    **how: object,
 ) -> tuple[bytes, str | None, str | None]:
     """Serialize and compress a body as :meth:`kombu.Producer.publish` does.
 
@@ -241,9 +241,9 @@ def open_connection(connection: Connection) -> None:
         connection: The connection, which is not open.
     """
     transport: Any = connection.transport
-    opened: list[Any] = []
+    opened: list[object] = []
 
-    def opening(**options: Any) -> Any:
+    def opening(**options: object) -> object:
         opened.append(type(transport).Connection(**options))
         return opened[0]
 
@@ -270,7 +270,7 @@ def drop_connection(connection: Connection) -> None:
     connection.collect()
 
 
-def _close_socket(connection: Any) -> None:
+def _close_socket(connection: object) -> None:
     transport = getattr(connection, "_transport", None)
     if transport is not None and transport.sock is not None:
         transport.sock, dropped = None, transport.sock

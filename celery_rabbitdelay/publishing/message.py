@@ -212,7 +212,7 @@ class Publication:
     suspected: bool = False
 
     @classmethod
-    def of(cls, message: amqp.Message, address: Address, context: Any = None) -> Publication:
+    def of(cls, message: amqp.Message, address: Address, context: object = None) -> Publication:
         """Encode a message, and make it persistent.
 
         Raises:

@@ -25,7 +25,7 @@ from celery_rabbitdelay.publishing.message import (
 )
 from celery_rabbitdelay.publishing.publish_loop import BACKOFF, RESENDS, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.signature import SigningKeys
+from celery_rabbitdelay.publishing.signature import SigningKeys, signed
 
 
 class Delayed(NamedTuple):
@@ -195,7 +195,7 @@ class DelayedProducer(Producer):
         due: Due,
         *,
         headers: Mapping[str, object] | None = None,
-        **properties: Any,
+        **properties: object,
     ) -> Delayed:
         """Return the message that :meth:`publish_delayed` publishes, which takes the same.
 
@@ -269,7 +269,7 @@ class DelayedProducer(Producer):
         if is_too_high:
             message = message.with_low_priority()
         self.check_size(len(message.body), name, due)
-        return Delayed(self.sign(message), name, message.task_id, queue)
+        return Delayed(signed(message, self.signing_keys), name, message.task_id, queue)
 
     def check_size(self, size: int, destination: str, due: Due) -> None:
         """Refuse a message that a module would refuse, after it has waited.
@@ -306,10 +306,6 @@ class DelayedProducer(Producer):
                 raise MessageTooLarge(len(body), most)
             body, headers["compression"] = compress(body, compression)
         return body, content_type, content_encoding
-
-    def sign(self, message: WaitingMessage) -> WaitingMessage:
-        """Return a message, signed if the producer has a key."""
-        return message if self.signing_keys is None else self.signing_keys.sign(message)
 
     def _declare(
         self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]

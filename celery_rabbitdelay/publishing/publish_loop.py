@@ -26,7 +26,7 @@ from amqp.exceptions import ChannelError, FrameSyntaxError, NotFound
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
-from celery_rabbitdelay.publishing.message import Publication
+from celery_rabbitdelay.publishing.message import Declaration, Publication
 from celery_rabbitdelay.publishing.refusals import error_of
 
 #: If a source takes this many seconds or more for a message, messages are written at once, not in
@@ -125,7 +125,8 @@ class PublishLoop:
             deadline, that is when the policy's timeout is over.
         policy: How long, and how often, each message is tried.
         done: Called with each message that is confirmed or has an error.
-        may_redeclare: Whether :meth:`_declare_again` declares something.
+        redeclare: Declares again what messages need: no queue takes one, or an exchange does not
+            exist. The message is then sent once more. None: that is its error.
 
     Attributes:
         policy: The policy.
@@ -139,14 +140,14 @@ class PublishLoop:
         source: NextPublication,
         policy: PublishPolicy,
         done: Callable[[Publication], None],
-        may_redeclare: bool = False,
+        redeclare: Declaration | None = None,
     ) -> None:
         self.policy = policy
         self.window = policy.window
         self.last_settled = 0.0
         self._source = source
         self._done = done
-        self._may_redeclare = may_redeclare
+        self._redeclare = redeclare
         self._must_redeclare = False
         self._channel: ConfirmChannel | None = None
         #: Messages to send before any new one of the source, and when, the earliest first: most of
@@ -182,11 +183,6 @@ class PublishLoop:
         if not self._queued and (publication := self._take()) is not None:
             self._queued.append((0.0, publication))
         return bool(self._queued)
-
-    @property
-    def has_channel(self) -> bool:
-        """Whether there is an open channel that messages are sent on."""
-        return self._channel is not None and self._channel.open
 
     @property
     def has_unwritten(self) -> bool:
@@ -238,12 +234,8 @@ class PublishLoop:
             Whether it has stopped because of the time: there may be more to send.
         """
         if self._must_redeclare:
+            self._ensure_declared(self._redeclare, self.next_waiting, again=True)
             self._must_redeclare = False
-            try:
-                self._declare_again()
-            except BaseException:
-                self._must_redeclare = True
-                raise
         channel = self.channel
         timeout = self._time_to_write() if timeout is None else timeout
         read_at = time.monotonic() + READ_EVERY
@@ -255,7 +247,7 @@ class PublishLoop:
                 break
             if not in_flight:
                 self._progress = time.monotonic()
-            if not self._is_prepared(publication):
+            if publication.declare is not None and not self._is_prepared(publication):
                 continue
             try:
                 channel.send(publication, timeout)
@@ -272,21 +264,23 @@ class PublishLoop:
                 return True
         return False
 
-    def _declare_again(self) -> None:
-        """Declare again what messages need: no queue takes one, or an exchange does not exist.
+    def _ensure_declared(
+        self, declare: Declaration | None, publication: Publication, again: bool = False
+    ) -> None:
+        """Declare what is missing for a message; what it raises is the message's own error.
 
-        The message is then sent once more.
-        """
+        After a :class:`MayPass`, the message is sent again. A module declares nothing.
 
-    def _prepare(self, publication: Publication) -> None:
-        """Declare what is missing before an attempt; what it raises is the message's own error.
-
-        After a :class:`MayPass`, the message is sent again.
+        Args:
+            declare: Declares it; None: nothing is missing.
+            publication: The message.
+            again: Whether to declare it although this was done on the same connection.
         """
 
     def _is_prepared(self, publication: Publication) -> bool:
+        """Declare what a message of its own destination needs; return whether to send it now."""
         try:
-            self._prepare(publication)
+            self._ensure_declared(publication.declare, publication)
         except MayPass as refused:
             (publication.error,) = refused.args
             self.settled(publication, may_pass=True)
@@ -448,7 +442,7 @@ class PublishLoop:
                 return
         elif (
             isinstance(error, exceptions.MessageReturned)
-            and self._may_redeclare
+            and self._redeclare is not None
             and not publication.redeclared
         ):
             publication.redeclared = self._must_redeclare = True
@@ -477,23 +471,18 @@ class PublishLoop:
         Returns:
             How many were in flight.
         """
-        in_flight: list[Publication] = []
-        if self._channel is not None:
-            self._note_unanswered(self._channel.unanswered, closed_for_one)
-            in_flight, self._channel = self._channel.unconfirmed.all(), None
+        if self._channel is None:
+            return 0
+        written, in_flight = self._channel.unanswered, self._channel.unconfirmed.all()
+        self._channel = None
+        for publication in written:
+            publication.unanswered |= not closed_for_one
+            publication.suspected |= closed_for_one and len(written) > 1
         for publication in in_flight:
             # The connection may be lost between its return and the ack that settles it.
             publication.error = None
         self._queued.extendleft((0.0, publication) for publication in reversed(in_flight))
         return len(in_flight)
-
-    @staticmethod
-    def _note_unanswered(written: list[Publication], closed_for_one: bool) -> None:
-        for publication in written:
-            if not closed_for_one:
-                publication.unanswered = True
-            elif len(written) > 1:
-                publication.suspected = True
 
     def channel_closed(self, closed: ChannelError) -> Publication | None:
         """Find the message that made the broker close the channel; AMQP does not name it.
@@ -513,7 +502,8 @@ class PublishLoop:
         if not for_a_message or not in_flight:
             raise closed
         suspects = [publication for _, publication in islice(self._queued, in_flight)]
-        if isinstance(closed, NotFound) and self._may_redeclare and not suspects[0].redeclared:
+        may_redeclare = self._redeclare is not None and not suspects[0].redeclared
+        if isinstance(closed, NotFound) and may_redeclare:
             self._must_redeclare = True
             for publication in suspects:
                 publication.redeclared = True

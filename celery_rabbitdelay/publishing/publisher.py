@@ -189,8 +189,6 @@ class Run(publish_loop.PublishLoop):
         source: Returns the next message, or None if there is no message at present.
         policy: As for :meth:`Publisher.publish_all`, and so are ``declare``, ``redeclare`` and
             ``done``.
-        declares_each: Whether each message has a destination of its own, which its ``declare``
-            declares; an error with one destination then says nothing about the others.
     """
 
     def __init__(
@@ -202,15 +200,12 @@ class Run(publish_loop.PublishLoop):
         declare: Declaration | None = None,
         redeclare: Declaration | None = None,
         done: Callable[[Publication], None] | None = None,
-        declares_each: bool = False,
     ) -> None:
-        super().__init__(source, policy, done or (lambda _: None), redeclare is not None)
+        super().__init__(source, policy, done or (lambda _: None), redeclare)
         self._publisher = publisher
         self._connection = publisher.connection
         self._errors = (*self._connection.connection_errors, *self._connection.channel_errors)
         self._declare = declare
-        self._redeclare = redeclare
-        self._declares_each = declares_each
         self._losses = 0
         self._lost_at = 0.0
         #: Failed attempts to connect, one after the other, and when to give up.
@@ -226,9 +221,9 @@ class Run(publish_loop.PublishLoop):
         """
         # Late confirms of messages in flight must not be taken for confirms of the next caller's.
         with publish_loop.unwrap_callers_errors(), kombu_internals.conversation(self._connection):
-            while self.has_more() and (self.has_unwritten or not until_written):
+            while self.has_more() and (not until_written or self.has_unwritten):
                 try:
-                    if not self.has_channel:
+                    if self._channel is None or not self._channel.open:
                         # kombu may have connected anew meanwhile.
                         self.take_back()
                         self._open()
@@ -263,17 +258,9 @@ class Run(publish_loop.PublishLoop):
         self.use(channel)
         self._ensure_declared(self._declare, self.next_waiting)
 
-    def _declare_again(self) -> None:
-        self._ensure_declared(self._redeclare, self.next_waiting, again=True)
-
-    def _prepare(self, publication: Publication) -> None:
-        if self._declares_each:
-            self._ensure_declared(publication.declare, publication)
-
     def _ensure_declared(
         self, declare: Declaration | None, publication: Publication, again: bool = False
     ) -> None:
-        """Declare what a message needs, once on each connection unless it is to be done again."""
         declared = self._publisher.declared
         if declare is None or (declare in declared and not again):
             return
@@ -311,9 +298,9 @@ class Run(publish_loop.PublishLoop):
             # py-amqp opens a channel that the broker closed again, but not in confirm mode.
             self._publisher.close_channel()
             culprit = self.channel_closed(closed)
-            if self._declares_each:
-                return
-            if culprit is not None and isinstance(closed, AccessRefused | NotFound):
+            if culprit is None or culprit.declare is not None:
+                return  # the others have destinations of their own
+            if isinstance(closed, AccessRefused | NotFound):
                 assert culprit.error is not None
                 # Every further message to it would fail.
                 raise culprit.error.copy(culprit.may_have_arrived) from closed
@@ -405,7 +392,6 @@ class Pipeline:
                 *(self._publisher, lambda: None, policy),
                 redeclare=self._redeclare,
                 done=self._finish,
-                declares_each=True,
             )
         else:
             self._excuse(self._run)

@@ -14,12 +14,7 @@ from typing import Final
 from amqp import spec
 from amqp.exceptions import AccessRefused, PreconditionFailed
 
-from celery_rabbitdelay.exceptions import (
-    LayoutConflict,
-    MissingPermission,
-    PermissionMissing,
-    PublishError,
-)
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.topology import Topology
 
 #: What the broker says; see :data:`.UNNAMED_PERMISSION`.
@@ -51,7 +46,7 @@ _NEEDED: Final[Mapping[tuple[tuple[int, int], str], str]] = {
 }
 
 
-def missing_permission(refused: BaseException) -> MissingPermission | None:
+def missing_permission(refused: BaseException) -> exceptions.MissingPermission | None:
     """Return the permission for lack of which the broker has refused a method.
 
     Returns:
@@ -67,7 +62,7 @@ def missing_permission(refused: BaseException) -> MissingPermission | None:
     kind, is_topic = said["kind"], said["kind"] == "topic"
     method = refused.method_sig or (0, 0)
     needed = said["permission"] or _NEEDED.get((method, kind), "configure, write or read")
-    return MissingPermission(
+    return exceptions.MissingPermission(
         user=said["user"],
         permission=needed,
         kind="exchange" if is_topic else kind,
@@ -97,9 +92,9 @@ def reason_of(refused: BaseException) -> str:
 def error_of(
     refused: BaseException,
     address: tuple[str, str],
-    kind: Callable[[str, str, str], PublishError],
-    not_permitted: Callable[[MissingPermission, str, str, str], PublishError],
-) -> PublishError:
+    kind: Callable[[str, str, str], exceptions.PublishError],
+    not_permitted: Callable[[exceptions.MissingPermission, str, str, str], exceptions.PublishError],
+) -> exceptions.PublishError:
     """Return the error of a message for which the broker has refused a method.
 
     Args:
@@ -123,7 +118,7 @@ def permissions_named() -> Iterator[None]:
         permission = missing_permission(refused)
         if permission is None:
             raise
-        raise PermissionMissing(permission) from refused
+        raise exceptions.PermissionMissing(permission) from refused
 
 
 #: What RabbitMQ says if something exists with other arguments. It closes the channel with the same
@@ -142,7 +137,7 @@ def conflict_explained(topology: Topology) -> Iterator[None]:
         raise conflict_with(topology, str(conflict)) from conflict
 
 
-def conflict_with(topology: Topology, reply: str) -> LayoutConflict:
+def conflict_with(topology: Topology, reply: str) -> exceptions.LayoutConflict:
     """Return the error for a refusal, with advice that fits it.
 
     Args:
@@ -158,7 +153,7 @@ def conflict_with(topology: Topology, reply: str) -> LayoutConflict:
             "it is empty, and declare the levels again; `celery rabbitdelay verify` lists all "
             "that differ"
         )
-        return LayoutConflict(topology.prefix, reply, advice)
+        return exceptions.LayoutConflict(topology.prefix, reply, advice)
     advice = (
         "the levels there have another rabbitdelay_layout, rabbitdelay_tick, "
         "rabbitdelay_queue_type or rabbitdelay_shards, or are of another version of "
@@ -167,4 +162,4 @@ def conflict_with(topology: Topology, reply: str) -> LayoutConflict:
         "`celery rabbitdelay migrate`; or, once no message waits in them any more, remove them "
         "with `celery rabbitdelay delete`, or celery_rabbitdelay.kombu.delete"
     )
-    return LayoutConflict(topology.prefix, reply, advice)
+    return exceptions.LayoutConflict(topology.prefix, reply, advice)

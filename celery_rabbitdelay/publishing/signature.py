@@ -96,6 +96,11 @@ class SigningKeys:
         return any(valid)
 
 
+def signed(message: WaitingMessage, keys: SigningKeys | None) -> WaitingMessage:
+    """Return a message, signed if there are keys."""
+    return message if keys is None else keys.sign(message)
+
+
 def _checked(key: object) -> bytes:
     if isinstance(key, str):
         key = key.encode("utf-8", "surrogatepass")

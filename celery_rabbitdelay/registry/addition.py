@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Final
 
 from celery_rabbitdelay import exceptions
@@ -99,7 +100,7 @@ class RegistryAddition(Addition):
         registry = registry_of(self.delays)
         arrivals = [Arrival.of(each, due_ms, "", redelivered=True) for each in inner]
         try:
-            decisions = self._breaker.call(lambda: registry.look(arrivals))
+            decisions = self._breaker.call(partial(registry.decide, arrivals, notes=False))
         except exceptions.RegistryUnavailable:
             return None
         waits = [each for each in decisions if each.verdict is Verdict.LATER]

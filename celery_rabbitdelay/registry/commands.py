@@ -225,7 +225,7 @@ def cancel(
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
     with with_registry() as delays:
-        sent_before = instant_of(delays.registry.after_all_sent_ms())
+        sent_before = instant_of(delays.registry.now_ms() + 1)
         count = delays.count(**filters)
         if count and not (yes or dry_run):
             click.confirm(f"Cancel {count:,} tracked tasks that wait?", abort=True)

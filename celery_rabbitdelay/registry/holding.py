@@ -18,6 +18,7 @@ from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
+from celery_rabbitdelay.publishing.signature import signed
 from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.pauses import Paused
@@ -183,9 +184,8 @@ def publish_signed(delays: Delays, delayed: Delayed, due: Due) -> None:
     """
     with delays.publisher() as publisher:
         producer = DelayedProducer(publisher, **delays.settings.for_producer)
-        signed = producer.sign(delayed.message)
-        policy = PublishPolicy(producer.timeout)
-        producer.publish_message(delayed._replace(message=signed), due, policy)
+        delayed = delayed._replace(message=signed(delayed.message, producer.signing_keys))
+        producer.publish_message(delayed, due, PublishPolicy(producer.timeout))
 
 
 def _one(task: object, queue: object) -> tuple[str | None, str | None]:

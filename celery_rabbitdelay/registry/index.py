@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple, Self, TypeAlias
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.registry.store import Answers, ScriptCall, Store
+from celery_rabbitdelay.registry.store import Answers, ScriptCall, Store, readable
 
 #: How many hash tags there are.
 SHARDS: Final = 32
@@ -287,7 +287,9 @@ class Index:
         calls = [ScriptCall("summary", [name], arguments) for name in self.names.kinds()]
         found: dict[str, list[KindCounts]] = {}
         left_out = 0
-        for others, kinds in self.store.call_each(calls):
+        # A call for each, so that Redis answers others in between.
+        for (answer,) in self.store.of_each(*calls):
+            others, kinds = readable("the index", answer)
             left_out += others
             for text, total, next_due, cancelled, *before in kinds:
                 next_ms = int(next_due) if next_due else None

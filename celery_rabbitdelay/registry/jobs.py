@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import instant_of
@@ -95,11 +95,10 @@ class Jobs:
         """
         job_id = self._opening.pop(job, None) or new_copy()
         try:
-            (answer,) = self._store.call_durably([self._script(job, "open", job_id, expires_ms)])
+            state, *_ = self._call(job, "open", job_id, expires_ms, is_durable=True)
         except RegistryUnavailable:
             self._opening[job] = job_id
             raise
-        state, *_ = self._noted(job, answer)
         if state != "opened":
             raise JobClosed(job, state)
 
@@ -109,7 +108,7 @@ class Jobs:
         Returns:
             The job's state, None if there is no such job; and its id.
         """
-        state, job_id = self._call(job, "join", "", due_ms)
+        state, job_id, _ = self._call(job, "join", "", due_ms)
         return JobState(state) if state else None, job_id
 
     def end(self, job: str, state: JobState) -> tuple[str, int]:
@@ -122,11 +121,10 @@ class Jobs:
             JobClosed: It was ended otherwise, or there is no such job.
         """
         verb = "commit" if state is JobState.COMMITTED else "abort"
-        (answer,) = self._store.call_durably([self._script(job, verb)])
-        found, job_id, expires_ms = self._noted(job, answer)
+        found, job_id, expires_ms = self._call(job, verb, is_durable=True)
         if found != state.value:
             raise JobClosed(job, found or "unknown")
-        return str(job_id), int(expires_ms)
+        return job_id, int(expires_ms)
 
     def confirm(self, job: str, job_id: str) -> None:
         """Say that a job was committed, in case that Redis has lost it; see :meth:`end`."""
@@ -174,8 +172,8 @@ class Jobs:
         found = dict[tuple[str, str], JobState | str]()
         found |= {job: JobState.COMMITTED for job in jobs if job in self._committed}
         asked = [job for job in jobs if job not in found]
-        calls = [self._script(name, "look", job_id) for name, job_id in asked]
-        for job, answer in zip(asked, self._store.call_each(calls), strict=True):
+        answers = self._run([(name, "look", job_id, 0) for name, job_id in asked])
+        for job, answer in zip(asked, answers, strict=True):
             if isinstance(answer, str):
                 found[job] = answer
                 continue
@@ -191,14 +189,21 @@ class Jobs:
             self._committed.clear()
         self._committed.add(job)
 
-    def _call(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> tuple[str, str]:
-        (answer,) = self._store.call_each([self._script(job, verb, job_id, instant)])
-        state, found_id, _ = self._noted(job, answer)
-        return state, found_id
+    def _call(
+        self, job: str, verb: str, job_id: str = "", instant: int = 0, *, is_durable: bool = False
+    ) -> Sequence[str]:
+        (answer,) = self._run([(job, verb, job_id, instant)], is_durable=is_durable)
+        return self._noted(job, answer)
 
-    def _script(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> ScriptCall:
-        arguments = [(verb, job_id, instant, self._margin_ms)]
-        return ScriptCall("job", [self._names.of("job", job)], arguments, self._keep_ms)
+    def _run(
+        self, calls: Sequence[tuple[str, str, str, int]], *, is_durable: bool = False
+    ) -> Sequence[Any]:
+        """Return what ``job.lua`` says to names of jobs, verbs, ids and instants."""
+        keys = [self._names.of("job", job) for job, *_ in calls]
+        arguments = [(verb, own, at, self._margin_ms) for _, verb, own, at in calls]
+        script = ScriptCall("job", keys, arguments, self._keep_ms)
+        (answers,) = self._store.of_each(script, is_durable=is_durable)
+        return answers
 
     def _noted(self, job: str, answer: Sequence[str]) -> Sequence[str]:
         """Return the state, the id and the expiry that the script answers; note if it has expired.

@@ -82,7 +82,7 @@ class Pauses:
 
         Raises:
             RegistryUnavailable: Redis does not answer, or has not enough copies; see
-                :meth:`.Store.call_durably`.
+                :meth:`.Store.of_each`.
         """
         until = "" if until_ms is None else str(until_ms)
         return instant_of(int(self._change("pause", _field(task, queue), until)))
@@ -141,14 +141,15 @@ class Pauses:
             return {}
 
     def _look(self) -> Sequence[str]:
-        answers: list[Sequence[str]]
-        answers = self._store.call_each([ScriptCall("pause", [self._key], [("look",)])])
-        return answers[0]
+        return self._call("look", is_durable=False)
 
     def _change(self, verb: str, field: str, until: str) -> str:
-        call = ScriptCall("pause", [self._key], [(verb, field, until)])
-        (answer,) = self._store.call_durably([call])
-        return str(readable("what is paused", answer))
+        return str(readable("what is paused", self._call(verb, field, until)))
+
+    def _call(self, *words: str, is_durable: bool = True) -> Sequence[str]:
+        call = ScriptCall("pause", [self._key], [words])
+        answers: list[list[Sequence[str]]] = self._store.of_each(call, is_durable=is_durable)
+        return answers[0][0]
 
 
 def paused_since(known: Mapping[str, int], task: str, queue: str) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final, NamedTuple
 
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.registry.decision import (
@@ -16,6 +19,7 @@ from celery_rabbitdelay.registry.decision import (
     Registration,
     Ticket,
     Verdict,
+    new_copy,
 )
 from celery_rabbitdelay.registry.index import SHARDS, Index, KeyKind, Kind, Names
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
@@ -32,6 +36,9 @@ MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
 
 #: Seconds that one sender with ``unique="first"`` waits for another at most.
 SENDING_LEASE: Final = 10.0
+
+#: Seconds after which a sender looks again whether another one has ended.
+LEASE_SLEEP: Final = 0.02
 
 #: What ``claim.lua`` answers about the newest task under a key, before the id of the one before.
 _NEWEST: Final = "newest "
@@ -106,24 +113,19 @@ class Registry:
             After how many seconds the tasks may be sent.
         """
         call = ScriptCall("reserve", [self.names.of("rate", name)], [(number, per_second)])
-        (wait_ms,) = self.store.call_each([call])
+        ((wait_ms,),) = self.store.of_each(call)
         return float(wait_ms) / 1000
 
     def now_ms(self) -> int:
-        """Return the time by the clock of Redis, in milliseconds since 1970-01-01 UTC."""
-        call = ScriptCall("ask", [self.names.of("key", "")], [("key",)])
-        ((now_us,),) = self.store.call_each([call])
-        return int(now_us) // 1000
+        """Return the time by the clock of Redis, in milliseconds since 1970-01-01 UTC.
 
-    def after_all_sent_ms(self) -> int:
-        """Return an instant before which all that is registered was sent, by all clocks of Redis.
-
-        In milliseconds since 1970-01-01 UTC.
+        Of the clocks of a cluster, the one that is ahead of the others counts: nothing that is
+        registered was sent later.
         """
         shards = range(SHARDS if self.store.is_cluster else 1)
         keys = [f"{self.names.prefix}:{{{shard}}}:now" for shard in shards]
-        answers = self.store.call_each([ScriptCall("ask", [key], [("key",)]) for key in keys])
-        return max(int(now_us) for (now_us,) in answers) // 1000 + 1
+        (answers,) = self.store.of_each(ScriptCall("ask", keys, [("key",)] * len(keys)))
+        return max(map(int, answers)) // 1000
 
     def ask(self, tasks: Sequence[tuple[str, str]]) -> list[Ticket]:
         """Return what the messages of tasks carry that are about to be sent; change nothing.
@@ -148,10 +150,6 @@ class Registry:
             tickets.append(Ticket(int(life) if life.isdigit() else 0, order))
         return tickets
 
-    def look(self, arrivals: Sequence[Arrival]) -> list[Decision]:
-        """Return what the records and jobs of tasks say, and note nothing: they go on waiting."""
-        return self.decide(arrivals, notes=False)
-
     def decide(self, arrivals: Sequence[Arrival], notes: bool = True) -> list[Decision]:
         """Decide what becomes of tasks that have arrived, by the rule in ``arrive.lua``.
 
@@ -160,7 +158,8 @@ class Registry:
 
         Args:
             arrivals: The tasks.
-            notes: Whether to note what is decided; otherwise, keys are not asked either.
+            notes: Whether to note what is decided; otherwise they go on waiting, and only their
+                records and jobs are asked.
         """
         latest = wall_clock.ms() + MAX_LIFE_MS
         words = self._said_of_jobs(arrivals)
@@ -350,7 +349,8 @@ class Registry:
             arguments = [(str(min(due_ms, wall_clock.ms() + MAX_LIFE_MS)), newest, key)]
             shared = (int(also_future),)
             call = ScriptCall("postpone", [record], arguments, self.keep_ms, shared)
-            ((word, *more),) = self.store.call_durably([call])
+            ((answer,),) = self.store.of_each(call, is_durable=True)
+            word, *more = readable(f"the record of task {task_id}", answer)
             if word == "earlier":
                 kind, message = more
                 return Earlier(Kind.of(kind).task if kind else "", message)
@@ -359,13 +359,22 @@ class Registry:
             (key,) = more
             newest, _ = self.newest_under(key)
 
-    def alone_under(self, key: str) -> AbstractContextManager[None]:
-        """Return a context in which no other sender is that wants its task to be the first.
+    @contextmanager
+    def alone_under(self, key: str) -> Iterator[None]:
+        """Run a block in which no other sender is that wants its task to be the first.
 
         If one takes longer than a lease, or dies, the next one goes on: of their tasks, the newest
         runs, as under any key.
         """
-        return self.store.alone(self.names.of("sending", key), SENDING_LEASE)
+        lease = partial(self.store.lease, self.names.of("sending", key), new_copy())
+        end = time.monotonic() + SENDING_LEASE
+        while not lease(int(SENDING_LEASE * 1000)) and time.monotonic() < end:
+            time.sleep(LEASE_SLEEP)
+        try:
+            yield
+        finally:
+            with suppress(RegistryUnavailable):  # it ends by itself
+                lease(0)
 
     def _keys(self, kind: KeyKind, names: Sequence[str]) -> list[str]:
         return [self.names.of(kind, each) for each in names]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
@@ -59,10 +58,10 @@ class RowRegistration:
         self._job_id = ""
         self._thread = ThreadPoolExecutor(1, "rabbitdelay-register")
         self._registering: Future[list[str]] | None = None
-        #: The rows that are not registered yet, by their numbers, in their order.
-        self._sent: OrderedDict[int, Registration] = OrderedDict()
-        #: The rows that the broker has answered, and whether it has confirmed them.
-        self._ended: dict[int, bool] = {}
+        #: The rows that the broker has not answered yet, by their numbers.
+        self._sent: dict[int, Registration] = {}
+        #: The rows that it has confirmed. Their order does not matter: that of their tickets does.
+        self._confirmed: list[Registration] = []
 
     @property
     def shared_headers(self) -> OwnOptions:
@@ -161,28 +160,19 @@ class RowRegistration:
     def ended(self, rows: Iterable[int], is_confirmed: bool) -> None:
         """Note that the broker has confirmed rows, or has not."""
         for row in rows:
-            if row in self._sent:
-                self._ended[row] = is_confirmed
-        if len(self._ended) >= BATCH:
+            registration = self._sent.pop(row, None)
+            if registration is not None and is_confirmed:
+                self._confirmed.append(registration)
+        if len(self._confirmed) >= BATCH:
             self.flush()
 
     def flush(self) -> None:
-        """Begin to register the rows that are confirmed, up to the first one that has not ended.
-
-        Another thread does it while this one sends more rows. The newest row under a key is to win,
-        whatever the order in which they were confirmed.
-        """
-        batch: dict[int, Registration] = {}
-        while self._sent and (row := next(iter(self._sent))) in self._ended:
-            registration = self._sent.pop(row)
-            if self._ended.pop(row):
-                batch[row] = registration
-        if not batch:
+        """Begin to register the rows that are confirmed, in another thread."""
+        if not self._confirmed:
             return
         self.wait()
-        self._registering = self._thread.submit(
-            register_sent, registry_of(self._delays), list(batch.values())
-        )
+        batch, self._confirmed = self._confirmed, []
+        self._registering = self._thread.submit(register_sent, registry_of(self._delays), batch)
 
     def wait(self) -> None:
         """Wait until what :meth:`flush` has begun to register is registered."""

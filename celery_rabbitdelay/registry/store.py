@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.resources import files
 from json import JSONEncoder, loads
 from typing import Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
-from uuid import uuid4
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
@@ -37,9 +36,6 @@ ALLOW_OOM: Final = "#!lua flags=allow-oom"
 #: How many keys a script is about: Redis serves nobody else meanwhile.
 KEYS_PER_CALL: Final = 100
 
-#: Seconds after which a sender looks again whether another one has ended.
-LEASE_SLEEP: Final = 0.02
-
 #: The share of the time for an answer in which a server waits for copies: it has to answer then.
 WAIT_SHARE: Final = 0.8
 
@@ -63,7 +59,7 @@ class ScriptCall(NamedTuple):
 
     Attributes:
         script: Its name, that of a file in ``lua``; that of another room has the room before it.
-        keys: The keys that it changes: all on one server, unless :meth:`Store.of_each` runs it.
+        keys: The keys that it is about.
         arguments: Further arguments, for each key.
         keep_ms: For how many milliseconds what it notes is kept.
         shared: Further arguments, for all keys.
@@ -105,7 +101,7 @@ class Store:
         connect: Returns a new client of redis-py.
         scheme: The scheme of the URL.
         errors: The errors of redis-py; the first one is the base of what Redis itself answers.
-        copies: How many servers must have a decision before it counts: see :meth:`call_durably`.
+        copies: How many servers must have a decision before it counts: see :meth:`of_each`.
         timeout: Seconds for each answer.
         on_call: Called after each round trip, if it is set, with the seconds that it took and with
             whether it succeeded.
@@ -125,40 +121,29 @@ class Store:
         """Whether only keys with the same hash tag are on the same server."""
         return self.scheme.endswith("+cluster")
 
-    def call_each(self, calls: Sequence[ScriptCall]) -> Answers:
-        """Run scripts in one round trip to each server; return what each of them says.
-
-        Raises:
-            RegistryUnavailable: Redis did not answer in time, or not to all of them.
-        """
-        if not calls:
-            return []
-        if len(calls) == 1 and not self.is_cluster:
-            answers = [self._try(partial(self._by_hash, calls[0]))]
-        else:
-            answers = self.commands(
-                lambda pipe: [pipe.execute_command(*each.by_text) for each in calls]
-            )
-        return [loads(answer) for answer in answers]
-
     def of_each(self, *calls: ScriptCall, is_durable: bool = False) -> list[Answers]:
-        """Run scripts about many keys; return for each of them what it says of each of its keys.
+        """Run scripts in one round trip to each server, about any number of keys on any servers.
 
-        Args:
-            *calls: What is to be run, each with any number of keys on any servers.
-            is_durable: Whether to wait for the copies; see :meth:`call_durably`.
+        With ``is_durable``, return once what they wrote has its copies. The append-only file of the
+        server counts as one copy, if it has one and is Redis 7.2 or Valkey
+        (https://redis.io/docs/latest/commands/waitaof/), and each of its replicas as one.
+
+        Returns:
+            For each script what it says of each of its keys.
 
         Raises:
-            RegistryUnavailable: As there.
+            RegistryUnavailable: Redis did not answer in time, or not to all of them; or there are
+                fewer copies, and ``may_have_arrived`` is True: a fail-over may lose what the
+                scripts wrote.
         """
         parts = [
             (number, group) for number, each in enumerate(calls) for group in self._parts(each)
         ]
-        run = self.call_durably if is_durable else self.call_each
-        answers = run([calls[number].about(group) for number, group in parts])
+        run = self._run_durably if is_durable and self.copies else self._run
+        answers = run([calls[number].about(group) for number, group in parts]) if parts else []
         said: list[dict[int, Any]] = [{} for _ in calls]
         for (number, group), answer in zip(parts, answers, strict=True):
-            said[number].update(zip(group, answer, strict=True))
+            said[number].update(zip(group, loads(answer), strict=True))
         return [[each[key] for key in range(len(each))] for each in said]
 
     def _parts(self, call: ScriptCall) -> Iterator[Sequence[int]]:
@@ -176,61 +161,34 @@ class Store:
             self._scripts[call.script] = client.register_script(_text(call.script))
         return self._scripts[call.script](call.keys, call.packed, client)
 
-    def call_durably(self, calls: Sequence[ScriptCall]) -> Answers:
-        """Run scripts as :meth:`call_each`; return once what they wrote has its copies.
+    def _run(self, calls: Sequence[ScriptCall]) -> Answers:
+        if len(calls) == 1 and not self.is_cluster:
+            return [self._try(partial(self._by_hash, calls[0]))]
+        return self.commands(lambda pipe: [pipe.execute_command(*each.by_text) for each in calls])
 
-        The append-only file of the server counts as one copy, if it has one and is Redis 7.2 or
-        Valkey (https://redis.io/docs/latest/commands/waitaof/), and each of its replicas as one.
-
-        Raises:
-            RegistryUnavailable: As there; or there are fewer copies, and ``may_have_arrived`` is
-                True: a fail-over may lose what the scripts wrote.
-        """
-        if not self.copies:
-            return self.call_each(calls)
-
-        def run(call: ScriptCall) -> Callable[[Client], str]:
-            return lambda connection: connection.execute_command(*call.by_text)
-
-        found = [self._with_copies(each.keys[0], run(each)) for each in calls]
-        self._check_copies(min((copies for _, copies in found), default=self.copies))
-        return [loads(answer) for answer, _ in found]
-
-    def write(self, key: str, run: Callable[[Client], object]) -> None:
-        """Run a command that decides something, as :meth:`call_durably`.
-
-        Args:
-            key: The key that it is about.
-            run: Runs it, on a client or a pipeline.
-        """
-        if self.copies:
-            self._check_copies(self._with_copies(key, run)[1])
-        else:
-            self.commands(run)
-
-    def _check_copies(self, found: int) -> None:
-        if found < self.copies:
-            short = f"{found} of {self.copies} copies have it"
+    def _run_durably(self, calls: Sequence[ScriptCall]) -> Answers:
+        found = [self._try(partial(self._with_copies, each)) for each in calls]
+        fewest = min(copies for _, copies in found)
+        if fewest < self.copies:
+            short = f"{fewest} of {self.copies} copies have it"
             reason = f"{short}: a fail-over may lose what was done"
             raise RegistryUnavailable(reason, may_have_arrived=True)
+        return [answer for answer, _ in found]
 
-    def _with_copies(self, key: str, run: Callable[[Client], ResultT]) -> tuple[ResultT, int]:
-        """Run commands about a key; return their answer, and how many copies there are."""
-
-        def on_connection(client: Client) -> tuple[ResultT, int]:
-            if self.is_cluster:
-                client = client.get_redis_connection(client.get_node_from_key(key))
-            # WAIT counts what its own connection has written.
-            with client.client() as connection:
-                answer, found, wait_ms = run(connection), 0, int(self.timeout * 1000 * WAIT_SHARE)
-                with suppress(*self.errors[1:]):  # no answer: the copies that are known count
-                    with suppress(self.errors[0]):  # no such file, or an unknown command
-                        found = connection.execute_command("WAITAOF", 1, 0, wait_ms)[0]
-                    if found < self.copies:
-                        found += connection.execute_command("WAIT", self.copies - found, wait_ms)
-            return answer, found
-
-        return self._try(on_connection)
+    def _with_copies(self, call: ScriptCall, client: Client) -> tuple[str, int]:
+        """Run a script; return its answer, and how many copies there are of what it wrote."""
+        if self.is_cluster:
+            client = client.get_redis_connection(client.get_node_from_key(call.keys[0]))
+        # WAIT counts what its own connection has written.
+        with client.client() as connection:
+            answer = connection.execute_command(*call.by_text)
+            found, wait_ms = 0, int(self.timeout * 1000 * WAIT_SHARE)
+            with suppress(*self.errors[1:]):  # no answer: the copies that are known count
+                with suppress(self.errors[0]):  # no such file, or an unknown command
+                    found = connection.execute_command("WAITAOF", 1, 0, wait_ms)[0]
+                if found < self.copies:
+                    found += connection.execute_command("WAIT", self.copies - found, wait_ms)
+        return answer, found
 
     def commands(self, add: Callable[[Client], object]) -> Answers:
         """Run commands in one round trip to each server.
@@ -264,28 +222,8 @@ class Store:
             RegistryUnavailable: Redis did not answer.
         """
         call = ScriptCall("lease", [name], [(token, lasts_ms, family)])
-        (is_held,) = self.call_each([call])
+        ((is_held,),) = self.of_each(call)
         return bool(is_held)
-
-    @contextmanager
-    def alone(self, name: str, lease: float) -> Iterator[None]:
-        """Run a block after the blocks of the same name that other processes have begun.
-
-        Args:
-            name: The key of its lease.
-            lease: Seconds for which this block waits for others at most; then they may have died.
-
-        Raises:
-            RegistryUnavailable: Redis did not answer before the block.
-        """
-        token, lasts_ms, end = uuid4().hex, int(lease * 1000), time.monotonic() + lease
-        while not self.lease(name, token, lasts_ms) and time.monotonic() < end:
-            time.sleep(LEASE_SLEEP)
-        try:
-            yield
-        finally:
-            with suppress(RegistryUnavailable):  # it ends by itself
-                self.lease(name, token, 0)
 
     def close(self) -> None:
         """Close all connections that are not in use."""

@@ -180,7 +180,7 @@ class Waiting(Holding):
             limit: At most so many, the next ones; None: all.
             **filters: As for :meth:`pending`; without any, all tasks.
         """
-        end_ms = _ms(sent_before) or self.registry.after_all_sent_ms()
+        end_ms = _ms(sent_before) or self.registry.now_ms() + 1
         wanted = _filter(**filters)._replace(sent_before_ms=end_ms)
         return sum(self.cancel_batches(wanted, limit))
 

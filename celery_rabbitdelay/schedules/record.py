@@ -26,12 +26,13 @@ from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import RESENDS
+from celery_rabbitdelay.publishing.signature import signed
 from celery_rabbitdelay.registry.application import is_tracked as is_tracked_by_default
 from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.decision import Registration, new_copy
 from celery_rabbitdelay.registry.record import restored, stored
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
-from celery_rabbitdelay.registry.store import ScriptCall
+from celery_rabbitdelay.registry.store import ScriptCall, readable
 from celery_rabbitdelay.schedules.recurrence import Occurrence
 from celery_rabbitdelay.worker.early_tasks import ToPublish, publish_each
 
@@ -219,10 +220,10 @@ def send_all(delays: Delays, messages: Sequence[Delayed]) -> None:
         PublishError: One of them was not confirmed; the others were sent.
     """
 
-    def signed(producer: DelayedProducer, delayed: Delayed) -> Delayed:
-        return delayed._replace(message=producer.sign(delayed.message))
+    def sign(producer: DelayedProducer, delayed: Delayed) -> Delayed:
+        return delayed._replace(message=signed(delayed.message, producer.signing_keys))
 
-    for _, outcome in send_each(delays, messages, signed):
+    for _, outcome in send_each(delays, messages, sign):
         if isinstance(outcome, Exception):
             raise outcome
 
@@ -551,13 +552,10 @@ class Records:
 
     def note(self, name: str, **fields: str | int) -> None:
         """Write fields of a record, and nothing else; an empty text takes one away."""
-        record = self._names.of("schedule", name)
-        gone = [field for field, value in fields.items() if value == ""]
-        kept = {field: value for field, value in fields.items() if value != ""}
-        if kept:
-            self._store.write(record, lambda client: client.hset(record, mapping=kept))
-        if gone:
-            self._store.write(record, lambda client: client.hdel(record, *gone))
+        words = [word for field in fields.items() for word in field]
+        call = ScriptCall("schedules/note", [self._names.of("schedule", name)], [words])
+        ((answer,),) = self._store.of_each(call, is_durable=True)
+        readable(f"the record of the schedule {name!r}", answer)
 
     def may_heal(self) -> bool:
         """Return whether the caller is the one that looks after the schedules now."""

@@ -1,9 +1,9 @@
 """When something is due again and again, and one of its instants, as its message says it. Pure.
 
 cronsim reads cron texts and walks their times, and Celery's crontabs are the numbers that Celery
-has read. Where a clock changes, the instant of a time that is skipped is the end of the gap, and a
-time that comes twice counts once. A rule for all hours of the day is due whenever the clock shows
-its minutes. Events of the sun are those of Celery's ``solar``, and computed by ephem.
+has read. Where a clock changes, a time that is skipped is due in the first minute behind the gap,
+and a time that comes twice counts once. A rule for all hours of the day is due whenever the clock
+shows its minutes. Events of the sun are those of Celery's ``solar``, and computed by ephem.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ MAX_RULES: Final = 20
 MAX_EXCLUDED: Final = 100
 
 _MINUTE_MS: Final = 60_000
-
-_SECOND, _MINUTE = timedelta(seconds=1), timedelta(minutes=1)
 
 #: The most instants, or days, that may be excluded one after another; a day has 1,440 minutes.
 MAX_EXCLUDED_STEPS: Final = 10_080
@@ -315,17 +313,6 @@ def _zone(name: str) -> tzinfo:
     return zone or ZoneInfo(name)
 
 
-def _instant(local: datetime, zone: tzinfo, fold: int, is_fixed: bool) -> datetime | None:
-    """Return when the clock shows a time, first or again; the end of the gap, or None, if never."""
-    while True:
-        instant = local.replace(tzinfo=zone, fold=fold).astimezone(UTC)
-        if instant.astimezone(zone).replace(tzinfo=None) == local:
-            return instant
-        if not is_fixed:
-            return None
-        local = local.replace(second=0) + _MINUTE
-
-
 def _next(rule: str, recurrence: Recurrence, instant_ms: int) -> int:
     """Return the first instant of a rule after another."""
     if rule.startswith(_EVERY):
@@ -333,22 +320,16 @@ def _next(rule: str, recurrence: Recurrence, instant_ms: int) -> int:
         return start + ((instant_ms - start) // every + 1) * every
     if rule.startswith(_SOLAR):
         return _sun(rule, instant_ms)
-    cron, zone = _cron(rule), _zone(recurrence.zone)
-    # The instants of cron are whole seconds.
-    at = instant_of(instant_ms // 1000 * 1000 + 1000)
-    # Of a time that the clock shows twice, the search begins where it is sure to meet both.
-    shown = (at - _SECOND).astimezone(zone)
-    offsets = [shown.replace(fold=fold).utcoffset() or timedelta() for fold in (0, 1)]
-    begin = at.replace(tzinfo=None) + min(offsets) - _SECOND
-    is_fixed = len(cron.hours) < 24
-
-    def first(fold: int) -> datetime:
-        times = copy(cron)
-        times.dt = begin  # the first of them is later
-        instants = (_instant(each, zone, fold, is_fixed) for each in times)
-        return next(each for each in instants if each is not None and each >= at)
-
-    return milliseconds_of(min(map(first, range(2 - is_fixed))))
+    cron, zone = copy(_cron(rule)), _zone(recurrence.zone)
+    cron.dt = instant_of(instant_ms).replace(microsecond=0).astimezone(zone)
+    if len(cron.hours) < 24:
+        # cronsim walks the times of the clock, and finds the instant of each.
+        cron.fixup_tz, cron.dt = zone, cron.dt.replace(tzinfo=None)
+    else:
+        # cronsim jumps to the next hour if there is one minute; a clock may change by half of that.
+        cron.minutes = cron.minutes | {-1}
+    # The clock may have shown a time before, and shows it again.
+    return next(each for each in map(milliseconds_of, cron) if each > instant_ms)
 
 
 def _sun(rule: str, instant_ms: int) -> int:

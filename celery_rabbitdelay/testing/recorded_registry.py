@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from threading import RLock
 from typing import NoReturn
 
-from celery_rabbitdelay.exceptions import JobClosed, NotRecorded
+from celery_rabbitdelay.exceptions import NotRecorded
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry import decision as rule
@@ -20,10 +20,9 @@ from celery_rabbitdelay.registry.decision import (
     Outcome,
     Registration,
     Ticket,
-    new_copy,
 )
 from celery_rabbitdelay.registry.index import Filter, Index, Kind, Part
-from celery_rabbitdelay.registry.jobs import Jobs, JobState
+from celery_rabbitdelay.registry.jobs import Jobs
 from celery_rabbitdelay.registry.pauses import Pauses
 from celery_rabbitdelay.registry.registry import NOTE_MS, Earlier, Registry
 from celery_rabbitdelay.registry.store import Store
@@ -115,9 +114,9 @@ class RecordedRegistry(Registry):
         known["key"] = noted.key or None
         return {name: str(value) for name, value in known.items() if value is not None}
 
-    def after_all_sent_ms(self) -> int:
-        """Return an instant before which all that is registered was sent."""
-        return wall_clock.ms() + 1
+    def now_ms(self) -> int:
+        """Return the time by the clock of the registry."""
+        return wall_clock.ms()
 
     def ask(self, tasks: Sequence[tuple[str, str]]) -> list[Ticket]:
         """Return what the messages of tasks carry that are about to be sent."""
@@ -264,63 +263,48 @@ class _Job:
         job_id: Its id.
         expires_ms: When it turns aborted unless it is committed, in milliseconds since 1970.
         free_ms: Until when no other job can have its name, likewise.
-        ended: What it has become; None if nobody has ended it.
+        ended: What it has become; empty if nobody has ended it.
     """
 
     job_id: str
     expires_ms: int
     free_ms: int
-    ended: JobState | None = None
+    ended: str = ""
 
     @property
-    def state(self) -> JobState:
+    def state(self) -> str:
         """Its state."""
-        is_open = wall_clock.ms() < self.expires_ms
-        return self.ended or (JobState.OPEN if is_open else JobState.ABORTED)
+        return self.ended or ("open" if wall_clock.ms() < self.expires_ms else "aborted")
 
 
 class _Jobs(Jobs):
-    """The jobs of each name."""
+    """The jobs of each name, the latest one last."""
 
     @cached_property
     def _known(self) -> dict[str, list[_Job]]:
         return defaultdict(list)
 
-    def open(self, job: str, expires_ms: int) -> None:
-        """Open a job, whose tasks wait until it is committed."""
+    def _run(
+        self, calls: Sequence[tuple[str, str, str, int]], *, is_durable: bool = False
+    ) -> list[Sequence[str]]:
+        return [self._say(self._known[job], verb, own, at) for job, verb, own, at in calls]
+
+    def _say(self, known: list[_Job], verb: str, job_id: str, instant: int) -> Sequence[str]:
+        """Return what ``job.lua`` says."""
         now_ms = wall_clock.ms()
-        for former in self._known[job]:
-            if former.state is JobState.OPEN or now_ms < former.free_ms:
-                raise JobClosed(job, former.state.value)
-        ends_ms = now_ms + expires_ms
-        self._known[job].append(_Job(new_copy(), ends_ms, ends_ms + self._margin_ms))
-
-    def join(self, job: str, due_ms: int) -> tuple[JobState | None, str]:
-        """Note that a task is sent with a job; return the job's state and id."""
-        for latest in self._known[job][-1:]:
-            latest.free_ms = max(latest.free_ms, due_ms + self._margin_ms)
-            return latest.state, latest.job_id
-        return None, ""
-
-    def end(self, job: str, state: JobState) -> tuple[str, int]:
-        """Commit or abort a job; return its id, and when it would have expired."""
-        found = "unknown"
-        for latest in self._known[job][-1:]:
-            if latest.state is JobState.OPEN:
-                latest.ended = state
-            if latest.state is state:
-                return latest.job_id, latest.expires_ms
-            found = latest.state.value
-        raise JobClosed(job, found)
-
-    def states(self, jobs: Collection[tuple[str, str]]) -> dict[tuple[str, str], JobState | str]:
-        """Return the states of jobs, by their names and ids."""
-        return {
-            (job, job_id): each.state
-            for job, job_id in jobs
-            for each in self._known[job]
-            if job_id in ("", each.job_id)
-        }
+        found = [each for each in known if verb != "look" or job_id in ("", each.job_id)]
+        job = found[-1] if found else None
+        if verb == "open" and (job is None or (job.state != "open" and now_ms >= job.free_ms)):
+            ends_ms = now_ms + instant
+            known.append(_Job(job_id, ends_ms, ends_ms + self._margin_ms))
+            return "opened", job_id, ""
+        if job is None:
+            return "", "", ""
+        if verb == "join":
+            job.free_ms = max(job.free_ms, instant + self._margin_ms)
+        elif verb in ("commit", "abort") and job.state == "open":
+            job.ended = {"commit": "committed", "abort": "aborted"}[verb]
+        return job.state, job.job_id, str(job.expires_ms)
 
 
 class _Pauses(Pauses):

@@ -91,15 +91,6 @@ class Certificates(NamedTuple):
             "server_hostname": HOSTS[0],
         }
 
-    def for_redis(self) -> dict[str, Any]:
-        """Return the arguments of redis-py's client: ``rabbitdelay_registry_options``."""
-        return {
-            "ssl_ca_certs": str(self.authority),
-            "ssl_certfile": str(self.client),
-            "ssl_keyfile": str(self.client_key),
-            "ssl_cert_reqs": "required",
-        }
-
 
 #: Seconds until a wait is given up. This only bounds a failure: a busy machine gets enough time.
 PATIENCE: Final = 300.0
@@ -247,10 +238,6 @@ class Process:
 class Server(Process):
     """A server process of our own: its folder, its port, its log.
 
-    Args:
-        certificates: The server takes connections over TLS only, and from clients that show a
-            certificate of the authority. None: it takes them without TLS.
-
     Attributes:
         folder: The temporary folder that holds all the server's files.
         port: The TCP port that the server listens on; it stays the same over restarts.
@@ -262,9 +249,8 @@ class Server(Process):
     #: The address that it listens on.
     _host = "127.0.0.1"
 
-    def __init__(self, certificates: Certificates | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(Path(tempfile.mkdtemp(prefix="rabbitdelay-")))
-        self.certificates = certificates
         self.port = free_port()
 
     def __enter__(self) -> Self:
@@ -356,38 +342,18 @@ class Server(Process):
 
 
 class RedisServer(Server):
-    """A Redis server that keeps nothing on disk.
-
-    Args:
-        certificates: The server takes connections over TLS only, and from clients that show a
-            certificate of the authority. Clients connect with :attr:`ssl`.
-    """
+    """A Redis server that keeps nothing on disk."""
 
     package = "redis-server"
 
     @property
     def url(self) -> str:
-        """``redis://`` URL of database 0; ``rediss://`` with certificates."""
-        scheme = "redis" if self.certificates is None else "rediss"
-        return f"{scheme}://127.0.0.1:{self.port}/0"
-
-    @property
-    def ssl(self) -> dict[str, Any] | None:
-        """Further arguments of redis-py's client; None without certificates."""
-        return None if self.certificates is None else self.certificates.for_redis()
+        """``redis://`` URL of database 0."""
+        return f"redis://127.0.0.1:{self.port}/0"
 
     def _command(self) -> list[str]:
-        certificates, port = self.certificates, str(self.port)
-        listen = ["--port", port]
-        if certificates is not None:
-            listen = [
-                *("--port", "0", "--tls-port", port, "--tls-auth-clients", "yes"),
-                *("--tls-ca-cert-file", str(certificates.authority)),
-                *("--tls-cert-file", str(certificates.server)),
-                *("--tls-key-file", str(certificates.server_key)),
-            ]
         return [
-            *("redis-server", *listen, "--bind", "127.0.0.1"),
+            *("redis-server", "--port", str(self.port), "--bind", "127.0.0.1"),
             *("--dir", str(self.folder), "--save", "", "--appendonly", "no"),
         ]
 
@@ -396,15 +362,9 @@ class RabbitMQServer(Server):
     """A RabbitMQ node with its own Erlang port mapper, cookie and data.
 
     Args:
-        root: A folder with a whole Debian system (made by debootstrap) whose RabbitMQ is to be run
-            instead of the machine's own; the node is then started inside it with ``chroot``,
-            which only root may do.
         settings: Lines for the node's ``rabbitmq.conf``.
-        cluster_with: A node that runs already, whose cluster this one joins at its first start. It
-            shares that node's port mapper and cookie: stop it before that one.
         management: Whether the node serves the HTTP API and the pages of ``rabbitmq_management``,
             at :attr:`management_url`.
-        plugins: Further plugins, by name.
         certificates: The node takes connections over TLS only, and from clients that show a
             certificate of the authority. Clients connect with :attr:`ssl`.
     """
@@ -415,26 +375,18 @@ class RabbitMQServer(Server):
 
     def __init__(
         self,
-        root: Path | None = None,
         settings: Sequence[str] = (),
-        cluster_with: RabbitMQServer | None = None,
         management: bool = False,
-        plugins: Sequence[str] = (),
         certificates: Certificates | None = None,
     ) -> None:
-        super().__init__(certificates)
-        self.root = root
+        super().__init__()
         self.settings = settings
-        self.cluster_with = cluster_with
-        self.management = management
-        self.plugins = plugins
+        self.plugins = ["rabbitmq_management"] if management else []
+        self.certificates = certificates
         self._management_port = free_port()
-        self._mapper_port: int = cluster_with._mapper_port if cluster_with else free_port()
+        self._mapper_port = free_port()
         self._distribution_port = free_port()
         self._mapper: subprocess.Popen[bytes] | None = None
-        if root is not None:
-            shutil.rmtree(self.folder)
-            self.folder = Path(tempfile.mkdtemp(prefix="rabbitdelay-", dir=root / "tmp"))
 
     @property
     def url(self) -> str:
@@ -462,8 +414,7 @@ class RabbitMQServer(Server):
         """Start the port mapper, then the node, and wait until it takes AMQP connections."""
         self.folder.mkdir(exist_ok=True)
         self._write_configuration()
-        if self.cluster_with is None:
-            self._start_mapper()
+        self._start_mapper()
         super().start()
 
     def stop(self) -> None:
@@ -479,7 +430,7 @@ class RabbitMQServer(Server):
         if self._mapper is not None and self._mapper.poll() is None:
             return
         command = ["epmd", "-port", str(self._mapper_port), "-address", "127.0.0.1"]
-        self._mapper = self._spawn(self._inside(command))
+        self._mapper = self._spawn(command)
         self._wait_for_start(
             lambda: self._is_listening(self._mapper_port), "the Erlang port mapper"
         )
@@ -496,69 +447,34 @@ class RabbitMQServer(Server):
         ]
         if self.certificates is not None:
             lines += ["listeners.tcp = none", *self._tls_lines("ssl_options", self.certificates)]
-        if self.management:
+        if "rabbitmq_management" in self.plugins:
             lines += [
                 f"management.{listener}.ip = 127.0.0.1",
                 f"management.{listener}.port = {self._management_port}",
             ]
             if self.certificates is not None:
                 lines += self._tls_lines("management.ssl", self.certificates)
-        if self.cluster_with is not None:
-            lines += [
-                "cluster_formation.peer_discovery_backend = classic_config",
-                f"cluster_formation.classic_config.nodes.1 = {self.cluster_with.node}",
-            ]
-            cookie = self.folder / ".erlang.cookie"
-            if not cookie.exists():
-                shutil.copy(self.cluster_with.folder / cookie.name, cookie)
         (self.folder / "rabbitmq.conf").write_text("\n".join(lines) + "\n")
-        plugins = [*(["rabbitmq_management"] if self.management else []), *self.plugins]
-        (self.folder / "enabled_plugins").write_text(f"[{','.join(plugins)}].\n")
+        (self.folder / "enabled_plugins").write_text(f"[{','.join(self.plugins)}].\n")
 
     def _tls_lines(self, section: str, certificates: Certificates) -> list[str]:
-        """Return the lines for a listener that lets in nobody without a certificate.
-
-        The node may not see the files where they are, so it gets copies.
-        """
-        files = {
-            "cacertfile": certificates.authority,
-            "certfile": certificates.server,
-            "keyfile": certificates.server_key,
-        }
-        for file in files.values():
-            shutil.copy(file, self.folder / file.name)
+        """Return the lines for a listener that lets in nobody without a certificate."""
         return [
-            *(f"{section}.{key} = {self._home}/{file.name}" for key, file in files.items()),
+            f"{section}.cacertfile = {certificates.authority}",
+            f"{section}.certfile = {certificates.server}",
+            f"{section}.keyfile = {certificates.server_key}",
             f"{section}.verify = verify_peer",
             f"{section}.fail_if_no_peer_cert = true",
         ]
 
     def _command(self) -> list[str]:
-        return self._inside([self.program])
-
-    def _inside(self, command: list[str]) -> list[str]:
-        """Wrap a command so that it runs inside ``root``, in a mount namespace of its own."""
-        if self.root is None:
-            return command
-        script = (
-            'root=$1; shift; mount -t proc proc "$root/proc" && mount --rbind /dev "$root/dev"'
-            ' && exec chroot "$root" "$@"'
-        )
-        return ["unshare", "--mount", "sh", "-ec", script, "sh", str(self.root), *command]
-
-    @property
-    def _home(self) -> str:
-        """The folder as the node sees it."""
-        if self.root is None:
-            return str(self.folder)
-        return "/" + str(self.folder.relative_to(self.root))
+        return [self.program]
 
     def _environment(self) -> dict[str, str]:
-        home = self._home
+        home = str(self.folder)
         return {
             **super()._environment(),
             "HOME": home,
-            "TMPDIR": home,
             "ERL_EPMD_PORT": str(self._mapper_port),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODENAME": self.node,
@@ -583,11 +499,15 @@ class RabbitMQServer(Server):
         Raises:
             subprocess.CalledProcessError: The command failed; a note says what it printed.
         """
-        command = self._inside(["/usr/lib/rabbitmq/bin/rabbitmqctl", "--silent", *arguments])
+        command = ["/usr/lib/rabbitmq/bin/rabbitmqctl", "--silent", *arguments]
         try:
-            return subprocess.run(
-                command, env=self._environment(), capture_output=True, text=True, check=True
-            ).stdout
+            return self._run(command, check=True).stdout
         except subprocess.CalledProcessError as failed:
             failed.add_note(failed.stderr)
             raise
+
+    def _run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a program of RabbitMQ to its end."""
+        return subprocess.run(
+            command, env=self._environment(), capture_output=True, text=True, **options
+        )

@@ -102,7 +102,7 @@ def confirm_all(asked: Asked) -> dict[str, object]:
     """Count the tasks that match; what is sent afterwards is left out of a decision about all."""
     action = asked.fields.one_of("action", ACTIONS, "cancel")
     # Before the count: what is sent meanwhile stays.
-    end = instant_of(asked.with_registry.registry.after_all_sent_ms())
+    end = instant_of(asked.with_registry.registry.now_ms() + 1)
     search = Search.of(asked, end)
     _, count, may_be_more = search.counted()
     return {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from threading import Lock
-from typing import Any, Final
+from typing import Final
 
 from amqp.exceptions import AccessRefused, NotFound
 from celery.worker.components import Pool
@@ -265,7 +265,7 @@ class Modules(RabbitMQStep):
     requires = (Pool,)
 
     def __init__(
-        self, worker: Worker, rabbitdelay_modules: str | None = None, **options: Any
+        self, worker: Worker, rabbitdelay_modules: str | None = None, **options: object
     ) -> None:
         self._given = rabbitdelay_modules
         self._makers: list[Callable[..., Service]] = []

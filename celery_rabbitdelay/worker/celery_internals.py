@@ -67,9 +67,9 @@ class Delivery(NamedTuple):
     """
 
     message: Message
-    body: Any
-    ack: Callable[..., Any]
-    go_on: Callable[[], Any]
+    body: object
+    ack: Callable[..., object]
+    go_on: Callable[[], object]
     task: str
     redelivered: bool
 
@@ -110,7 +110,7 @@ def bound_bodies(consumer: Consumer, refuse: Callable[[Message, str], None]) -> 
     class Bounded(kombus):  # type: ignore[misc]
         """A message whose body is not decompressed if that is an error."""
 
-        def __init__(self, received: amqp.Message, **options: Any) -> None:
+        def __init__(self, received: amqp.Message, **options: object) -> None:
             headers, info = headers_of(received), received.delivery_info
             compression = headers.get("compression")
             self.rabbitdelay_is_ours = (

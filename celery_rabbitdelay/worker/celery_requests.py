@@ -61,7 +61,7 @@ class _IdlePool:
 class _Unread(Message):
     """The message of a task whose body check-in does not read; it counts as empty."""
 
-    payload: Any = ((), {}, {})
+    payload: object = ((), {}, {})
 
 
 class CeleryRequests:
@@ -115,7 +115,7 @@ class CeleryRequests:
     def _build(self, message: Message) -> None:
         # As ``Consumer.create_task_handler`` does.
         is_version_1 = _TASK not in message.headers
-        told: Any = message.decode() if is_version_1 else message.headers
+        told: object = message.decode() if is_version_1 else message.headers
         if not isinstance(told, Mapping) or _TASK not in told:
             return  # no task, and Celery says so
         hash(told[_TASK])  # it looks the task up
@@ -173,7 +173,7 @@ def guard_consumer(consumer: Consumer, refuse: Refuse) -> None:
         read_unreadable_properties(connected)
         return connected
 
-    def create_task_handler(*args: Any, **options: Any) -> Callable[[Message], Any]:
+    def create_task_handler(*args: object, **options: object) -> Callable[[Message], object]:
         handle = create(*args, **options)
 
         def on_task_received(message: Message) -> Any:
@@ -252,13 +252,13 @@ def guard_pool(worker: Worker, refuse: Refuse) -> None:
         if request is None or not is_ours(request.message):
             return apply(target, *args, **options)
 
-        def run(*given: Any) -> Any:
+        def run(*given: object) -> object:
             try:
                 return target(*given)
             except Exception:  # noqa: BLE001 - as in a process of the prefork pool
                 return ExceptionInfo()
 
-        def settle(result: Any) -> None:
+        def settle(result: object) -> None:
             has_failed = isinstance(result, ExceptionInfo)
             options["error_callback" if has_failed else "callback"](result)
 
@@ -272,7 +272,7 @@ def guard_pool(worker: Worker, refuse: Refuse) -> None:
         worker.process_task = process_task
 
 
-def _forget_job(pool: Any, request: Request) -> None:
+def _forget_job(pool: object, request: Request) -> None:
     """Remove a job that the prefork pool has noted and not sent; its end would wait for it."""
     jobs = getattr(getattr(pool, "_pool", None), "_cache", {})
     for job in list(jobs.values()):

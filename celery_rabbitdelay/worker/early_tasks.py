@@ -24,8 +24,7 @@ from celery_rabbitdelay.app.celery_internals import eta_of
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.exceptions import TEMPORARY_ERRORS
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
+from celery_rabbitdelay.levels.delay import Due, milliseconds
 from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader, shortened
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.modules import forwarding
@@ -36,10 +35,7 @@ from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Run
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Ack, Action, BatchThread
-from celery_rabbitdelay.worker.celery_internals import (
-    Consumer,
-    Delivery,
-)
+from celery_rabbitdelay.worker.celery_internals import Consumer, Delivery
 from celery_rabbitdelay.worker.celery_requests import is_ours, run_strategy
 
 logger = get_logger(__name__)
@@ -152,7 +148,6 @@ def publish_each(
                 PublishPolicy(producer.timeout, resends=resends),
                 redeclare=producer.declarations(None, ())["redeclare"],
                 done=lambda each: settle(each.context, each.error),
-                declares_each=True,
             ).go_on()
     except Exception as error:  # noqa: BLE001 - it is the error of all that are not confirmed
         for item in items:
@@ -206,7 +201,7 @@ class EarlyTasks(BatchThread[Early]):
         due = None
         if waited is not None:
             until_ms = self._early.until(waited, f"Task {celery_internals.shown(task_id)}")
-            due = None if until_ms is None else _due_at(until_ms)
+            due = None if until_ms is None else Due.until(until_ms)
         if due is None:
             # It was released in time, or never waited.
             waited = None
@@ -261,10 +256,9 @@ class EarlyTasks(BatchThread[Early]):
         if destination is None:
             otherwise()
             return
-        until = _due_at(until_ms)
         place: Place = "paused" if is_paused else "levels"
-        given = delivery.message, delivery.ack, destination, until, due_ms, waited, otherwise
-        self.give(Early(*given, place=place))
+        given = delivery.message, delivery.ack, destination, Due.until(until_ms), due_ms
+        self.give(Early(*given, waited, otherwise, place=place))
 
     def refuse(self, message: Message, ack: Ack, why: str) -> None:
         """Put a task into ``undeliverable``; while that does not take it, try again.
@@ -390,9 +384,8 @@ class EarlyTasks(BatchThread[Early]):
                 logger.warning("A task is undeliverable: %s", early.why)
             return later
         outgoing = forwarding.Outgoing(exchange, routing_key, WaitingMessage.unopened(received))
-        undeliverable = self._topology.module_queues.undeliverable.exchange.name
-        left = forwarding.to_undeliverable(undeliverable, outgoing, early.why)
-        return forwarding.without_headers(undeliverable, left) if early.place == "bare" else left
+        left = forwarding.to_undeliverable(self._topology, outgoing, early.why)
+        return forwarding.without_headers(left) if early.place == "bare" else left
 
     def _task(self, early: Early) -> tuple[WaitingMessage, kombu.Queue | None, Due]:
         """Return a task as it goes back into the levels, the queue that gets it, and until when."""
@@ -497,10 +490,6 @@ class EarlyTasks(BatchThread[Early]):
         priority = message.properties.get("priority") or 0
         is_too_high = self._topology.queue_type == "quorum" and priority > header_names.MAX_PRIORITY
         return is_too_high or (waited is not None and waited.queue is None)
-
-
-def _due_at(until_ms: int) -> Due:
-    return Due(until_ms * NS_PER_MS, max(until_ms - wall_clock.ms(), 0), is_instant=True)
 
 
 def _is_permanent(error: Exception) -> bool:

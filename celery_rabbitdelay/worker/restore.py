@@ -206,7 +206,7 @@ UNHELD: Final = (
 )
 
 #: What Celery's consumer calls with each message of one task.
-Strategy: TypeAlias = Callable[..., Any]
+Strategy: TypeAlias = Callable[..., object]
 
 
 class Decisions(Protocol):

@@ -43,9 +43,9 @@ _celerys: Final[Any] = control
     signature="[include_defaults=False]",
     args=[("with_defaults", strtobool)],
 )
-def conf(state: Any, with_defaults: bool = False, **options: Any) -> dict[str, Any]:
+def conf(state: object, with_defaults: bool = False, **options: object) -> dict[str, object]:
     """List configuration, without passwords."""
-    shown: dict[str, Any] = _celerys.conf(state, with_defaults, **options)
+    shown: dict[str, object] = _celerys.conf(state, with_defaults, **options)
     # Each is for itself: Celery has hidden the texts under names such as "password".
     return {name: without_passwords_in(value) for name, value in shown.items()}
 

@@ -4,13 +4,11 @@
 starts a private RabbitMQ, a cluster if it needs one, and keeps a ledger of every task. In the order
 in which to read the files:
 
-- ``ledger.py``: what was sent and what was started, and the files in which the processes note it.
-- ``verdict.py``: what is lost, early, twice or late, told from the ledger alone.
+- ``ledger.py``: what was sent and what was started, the files in which the processes note it, and
+  the verdict: what is lost, early, twice or late.
 - ``programs.py``: the programs that run as processes.
-- ``cluster.py``: the brokers. ``network.py``, ``proxy.py`` and ``clocks.py``: what can be put
-  between them, or done to them.
+- ``cluster.py``: the brokers. ``network.py`` cuts them off; ``clocks.py`` sets a process's time.
 - ``whereabouts.py``: in which queue a message is at the end.
 - ``stage.py``: all of these together.
-- ``scenarios.py``: the scenarios; ``schedules.py`` is one that has a verdict of its own,
-  ``instants.py``.
+- ``scenarios.py``: the scenarios; ``schedules.py`` is one that has a verdict of its own.
 """

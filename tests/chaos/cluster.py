@@ -7,10 +7,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import wait_for
 from tests.brokers import BROKERS, packaged_version, system_with
 from tests.chaos.clocks import library, off_by
 from tests.private_broker import QUIET
+from tests.rabbitmq_node import RabbitMQNode
 from tests.set_up import SetUp
 
 #: How many nodes that node sees which sees the fewest, itself apart.
@@ -32,7 +33,7 @@ def root_of(version: str) -> Path | None:
     return system_with(next(each for each in BROKERS if each.version == version))
 
 
-class Node(RabbitMQServer):
+class Node(RabbitMQNode):
     """A node of a cluster.
 
     Attributes:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from celery_rabbitdelay.testing import RabbitMQServer
 from tests.brokers import NotPossibleHere
 from tests.chaos.cluster import Cluster, Node
 from tests.private_broker import QUIET
@@ -64,10 +65,8 @@ class NetworkedNode(Node):
         """The name by which the nodes of the cluster know this one."""
         return f"rabbitdelay@{self._host}"
 
-    def start(self) -> None:
-        """Start this node's own port mapper, then the node."""
-        self._start_mapper()
-        super().start()
+    def _start_mapper(self) -> None:
+        RabbitMQServer._start_mapper(self)  # each has one of its own
 
     def _ready(self) -> bool:
         return self._is_listening(AMQP_PORT)

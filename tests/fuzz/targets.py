@@ -117,7 +117,7 @@ def _refused(message: amqp.Message, reason: str) -> None:
     """Assert that a refused message gets to ``undeliverable``, as it is or bare."""
     info: Any = message.delivery_info
     outgoing = forwarding.Outgoing(info["exchange"], info["routing_key"], waiting(message))
-    _check([forwarding.to_undeliverable(UNDELIVERABLE, outgoing, reason)], None)
+    _check([forwarding.to_undeliverable(TOPOLOGY, outgoing, reason)], None)
 
 
 def _handled(module: CheckIn | Distribution, message: amqp.Message) -> list[forwarding.Outgoing]:

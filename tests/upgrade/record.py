@@ -191,7 +191,7 @@ def _kinds(shop: Any, connection: Connection) -> list[tuple[str, str, Callable[[
 
     def undeliverable(number: int) -> None:
         outgoing = forwarding.Outgoing("", queue, made(number))
-        moved(forwarding.to_undeliverable(f"{PREFIX}.undeliverable", outgoing, "the queue is full"))
+        moved(forwarding.to_undeliverable(topology, outgoing, "the queue is full"))
 
     return [
         ("a task", straight, task),

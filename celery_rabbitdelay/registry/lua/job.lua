@@ -88,4 +88,4 @@ local function call(job, verb, own, instant, margin_ms)
   return answer
 end
 
-return cjson.encode(of_each_key(call)[1])
+return cjson.encode(of_each_key(call))

@@ -43,4 +43,4 @@ local function call(paused, verb, field, until_ms)
   return since or ''
 end
 
-return cjson.encode(of_each_key(call)[1])
+return cjson.encode(of_each_key(call))

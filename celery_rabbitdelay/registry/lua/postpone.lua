@@ -8,41 +8,46 @@
 -- message is due, {"earlier", kind, message}, where the message is empty, and nothing was changed, if the
 -- task is not tracked.
 
-local record, due, newest, of_key = KEYS[1], unpack(given[1])
-local cancelled, ran, waits, known, kind, job, key, order = unpack(redis.call(
-  'HMGET', record, 'cancelled', 'ran', 'waits', 'due', 'kind', 'job', 'key', 'order'))
-if is_cancelled(cancelled, latest(ran, waits)) then
-  return cjson.encode({'cancelled'})
-end
-if key and key ~= of_key then
-  return cjson.encode({'key', key})
-end
-if key and newest ~= '' and tonumber(order) < tonumber(newest) then
-  return cjson.encode({'cancelled'})
-end
-if ran and not waits then
-  return cjson.encode({'released'})
-end
-if not waits and ARGV[3] ~= '1' then
-  return cjson.encode({'unknown'})
-end
-local is_earlier = known and tonumber(due) < tonumber(known)
-local message = is_earlier and kind and redis.call('GET', message_of(record))
-if is_earlier and not message then
-  return cjson.encode({'earlier', '', ''})
-end
-redis.call('HSET', record, 'not_before', due)
-local now_ms, last = clock(), tonumber(due) + keep_ms
-keep(record, last, now_ms)
-if is_earlier then
-  return cjson.encode({'earlier', kind, message})
-end
-if kind then
-  keep(message_of(record), last, now_ms)
-  keep(tag_of(record) .. 'kinds', last, now_ms)
-  for _, each in ipairs(indexes(record, kind, job)) do
-    redis.call('ZADD', each, due, id_of(record))
-    keep(each, last, now_ms)
+local also_future, now_ms = ARGV[3] == '1', clock()
+
+local function postpone(record, due, newest, of_key)
+  local cancelled, ran, waits, known, kind, job, key, order = unpack(redis.call(
+    'HMGET', record, 'cancelled', 'ran', 'waits', 'due', 'kind', 'job', 'key', 'order'))
+  if is_cancelled(cancelled, latest(ran, waits)) then
+    return {'cancelled'}
   end
+  if key and key ~= of_key then
+    return {'key', key}
+  end
+  if key and newest ~= '' and tonumber(order) < tonumber(newest) then
+    return {'cancelled'}
+  end
+  if ran and not waits then
+    return {'released'}
+  end
+  if not waits and not also_future then
+    return {'unknown'}
+  end
+  local is_earlier = known and tonumber(due) < tonumber(known)
+  local message = is_earlier and kind and redis.call('GET', message_of(record))
+  if is_earlier and not message then
+    return {'earlier', '', ''}
+  end
+  redis.call('HSET', record, 'not_before', due)
+  local last = tonumber(due) + keep_ms
+  keep(record, last, now_ms)
+  if is_earlier then
+    return {'earlier', kind, message}
+  end
+  if kind then
+    keep(message_of(record), last, now_ms)
+    keep(tag_of(record) .. 'kinds', last, now_ms)
+    for _, each in ipairs(indexes(record, kind, job)) do
+      redis.call('ZADD', each, due, id_of(record))
+      keep(each, last, now_ms)
+    end
+  end
+  return {waits and 'done' or 'noted'}
 end
-return cjson.encode({waits and 'done' or 'noted'})
+
+return cjson.encode(of_each_key(postpone))

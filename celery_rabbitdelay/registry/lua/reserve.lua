@@ -2,10 +2,10 @@
 --
 -- KEYS  the rate: the instant from which on the next tasks may be sent, in milliseconds
 -- ARGV  how many tasks; how many a second
--- Returns after how many milliseconds they may be sent.
+-- Returns a list of after how many milliseconds they may be sent.
 
 local rate, now_ms = KEYS[1], clock()
 local free_ms = math.max(tonumber(redis.call('GET', rate) or now_ms), now_ms)
 local next_ms = free_ms + given[1][1] * 1000 / given[1][2]
 redis.call('SET', rate, string.format('%.3f', next_ms), 'PX', math.ceil(next_ms - now_ms) + 1000)
-return cjson.encode(math.ceil(free_ms - now_ms))
+return cjson.encode({math.ceil(free_ms - now_ms)})

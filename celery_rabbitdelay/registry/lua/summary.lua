@@ -7,40 +7,39 @@
 -- wait, when the first is due that is due at the first instant or later (empty for none), how many are
 -- cancelled whose messages are not due at the first instant, and how many are due before each instant.
 
-local tag, arguments = tag_of(KEYS[1]), given[1]
-local least, most = string.format('%.0f', table.remove(arguments, 1)), table.remove(arguments, 1)
-local instants = {}
-for at, instant in ipairs(arguments) do
-  instants[at] = string.format('%.0f', instant)
-end
-
-local kinds = {}
-for _, kind in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  local key, cancelled = tag .. 'due:kind:' .. kind, tag .. 'cancelled:' .. kind
-  local total = redis.call('ZCARD', key)
-  if total == 0 and redis.call('EXISTS', cancelled) == 0 then
-    redis.call('SREM', KEYS[1], kind)
-  else
-    table.insert(kinds, {total, kind, key, cancelled})
+local function call(known, least_ms, most, ...)
+  local tag, least, instants, kinds = tag_of(known), string.format('%.0f', least_ms), {}, {}
+  for at, instant in ipairs({...}) do
+    instants[at] = string.format('%.0f', instant)
   end
-end
-table.sort(kinds, function(one, other)
-  return one[1] > other[1]
-end)
-
-local left_out, counted = 0, {}
-for at, each in ipairs(kinds) do
-  local total, kind, key, cancelled = unpack(each)
-  if at > most then
-    left_out = left_out + total
-  else
-    local first = redis.call('ZRANGEBYSCORE', key, instants[1], '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
-    local counts = {kind, redis.call('ZCOUNT', key, least, '+inf'), first[2] or '',
-      redis.call('ZCOUNT', cancelled, instants[1], '+inf')}
-    for _, instant in ipairs(instants) do
-      table.insert(counts, redis.call('ZCOUNT', key, least, '(' .. instant))
+  for _, kind in ipairs(redis.call('SMEMBERS', known)) do
+    local key, cancelled = tag .. 'due:kind:' .. kind, tag .. 'cancelled:' .. kind
+    local total = redis.call('ZCARD', key)
+    if total == 0 and redis.call('EXISTS', cancelled) == 0 then
+      redis.call('SREM', known, kind)
+    else
+      table.insert(kinds, {total, kind, key, cancelled})
     end
-    counted[#counted + 1] = counts
   end
+  table.sort(kinds, function(one, other)
+    return one[1] > other[1]
+  end)
+  local left_out, counted = 0, {}
+  for at, each in ipairs(kinds) do
+    local total, kind, key, cancelled = unpack(each)
+    if at > most then
+      left_out = left_out + total
+    else
+      local first = redis.call('ZRANGEBYSCORE', key, instants[1], '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+      local counts = {kind, redis.call('ZCOUNT', key, least, '+inf'), first[2] or '',
+        redis.call('ZCOUNT', cancelled, instants[1], '+inf')}
+      for _, instant in ipairs(instants) do
+        table.insert(counts, redis.call('ZCOUNT', key, least, '(' .. instant))
+      end
+      counted[#counted + 1] = counts
+    end
+  end
+  return {left_out, counted}
 end
-return cjson.encode({left_out, counted})
+
+return cjson.encode(of_each_key(call))

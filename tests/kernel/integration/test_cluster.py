@@ -21,6 +21,7 @@ from tests.kernel.integration.shop import make_app, named
 from tests.kernel.integration.trouble import resumed
 from tests.kernel.integration.worker import Worker
 from tests.node_control import evaluate
+from tests.rabbitmq_node import RabbitMQNode
 
 #: Messages that are checked in before a node dies, and as many after it.
 MESSAGES = 40
@@ -38,11 +39,11 @@ FEW = 10
 
 
 @pytest.fixture(scope="module")
-def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQServer]]:
+def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQNode]]:
     """Three nodes of one cluster."""
     with ExitStack() as stack:
-        first = stack.enter_context(RabbitMQServer(broker_root))
-        joining = [RabbitMQServer(broker_root, cluster_with=first) for _ in range(2)]
+        first = stack.enter_context(RabbitMQNode(broker_root))
+        joining = [RabbitMQNode(broker_root, cluster_with=first) for _ in range(2)]
         nodes = [first, *(stack.enter_context(node) for node in joining)]
         for node in nodes:
             shorten_timeouts(node)
@@ -71,7 +72,7 @@ def leaders(node: RabbitMQServer) -> dict[str, str]:
 
 
 def test_a_queue_that_stops_answering_in_the_middle_of_many_messages_holds_up_no_other_for_long(
-    cluster: list[RabbitMQServer], redis_url: str, prefix: str
+    cluster: list[RabbitMQNode], redis_url: str, prefix: str
 ) -> None:
     """RabbitMQ then reads nothing more from the connection, so the module takes another one."""
     living, home, _ = cluster
@@ -116,7 +117,7 @@ def test_a_queue_that_stops_answering_in_the_middle_of_many_messages_holds_up_no
 
 
 def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
-    cluster: list[RabbitMQServer], redis_url: str, prefix: str
+    cluster: list[RabbitMQNode], redis_url: str, prefix: str
 ) -> None:
     configuration = {
         **small_configuration(cluster[0].url, redis_url, prefix),

@@ -20,6 +20,7 @@ from kombu import Connection, pools
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.publishing.declaration import backlog_of, declare
 from celery_rabbitdelay.registry.connection import connect
+from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.registry.store import ScriptCall, Store
 from tests.registry.integration.registering import KINDS, TIMEOUT, RedisSetup
 
@@ -178,10 +179,10 @@ def ask_redis(store: Store, has_copies: bool = False) -> None:
         return ScriptCall("lease", [f"{token}-lease"], [(holder, 60_000, "")])
 
     calls = [lease(each) for each in "abaa"]
-    assert [bool(each) for each in store.call_each(calls)] == [True, False, True, True]
+    assert store.of_each(*calls) == [[True], [False], [True], [True]]
     if has_copies:
-        assert [bool(each) for each in store.call_durably(calls[1:3])] == [False, True]
-    with store.alone(f"{token}-lock", 60):
+        assert store.of_each(*calls[1:3], is_durable=True) == [[False], [True]]
+    with Registry(store, token, 60_000, 60_000).alone_under("lock"):
         pass
 
 

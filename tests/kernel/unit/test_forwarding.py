@@ -273,8 +273,8 @@ def test_what_amqp_cannot_carry_is_known_before_it_is_sent(options: Any, reason:
         encoded(outgoing(**options), FRAME)
     assert caught.value.reason.startswith(reason)
     assert len(caught.value.reason) < 500
-    explained = to_undeliverable(UNDELIVERABLE, outgoing(**options), caught.value.reason)
-    bare = forwarding.without_headers(UNDELIVERABLE, explained)
+    explained = to_undeliverable(TOPOLOGY, outgoing(**options), caught.value.reason)
+    bare = forwarding.without_headers(explained)
     written = encoded(bare, FRAME).message()
     assert (bare.exchange, bare.routing_key, written.body) == (UNDELIVERABLE, "", b"body")
     assert written.properties["application_headers"] == {header_names.REASON: caught.value.reason}
@@ -290,7 +290,7 @@ def test_headers_and_properties_fill_a_frame_but_for_two_kilobytes() -> None:
 
 def test_a_message_is_undeliverable_with_its_first_destination_and_the_last_reason() -> None:
     refused = message(application_headers={"mine": 1, "x-death": []}, expiration="60")
-    once = to_undeliverable(UNDELIVERABLE, refused, "it is full")
+    once = to_undeliverable(TOPOLOGY, refused, "it is full")
     assert (once.exchange, once.routing_key) == (UNDELIVERABLE, "paper")
     told = {
         "mine": 1,
@@ -302,5 +302,5 @@ def test_a_message_is_undeliverable_with_its_first_destination_and_the_last_reas
     # With its expiration, the message would vanish from undeliverable as well.
     properties = once.message.amqp().properties
     assert (once.message.body, properties.get("expiration")) == (b"body", None)
-    twice = to_undeliverable(UNDELIVERABLE, once._replace(exchange="other"), "it is gone")
+    twice = to_undeliverable(TOPOLOGY, once._replace(exchange="other"), "it is gone")
     assert headers_of(twice) == {**told, header_names.REASON: "it is gone"}

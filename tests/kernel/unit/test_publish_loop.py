@@ -493,7 +493,7 @@ class Sent(NamedTuple):
 def sent() -> Sent:
     done: list[Publication] = []
     policy = DEFAULT_POLICY._replace(backoff=(60.0, 0.0, 60.0))
-    loop = PublishLoop(lambda: None, policy, done.append, may_redeclare=True)
+    loop = PublishLoop(lambda: None, policy, done.append, redeclare=lambda _: None)
     loop.use(channel := Silent(loop.settled))
     messages = batch("first", "second", "third")
     for each in messages[:2]:

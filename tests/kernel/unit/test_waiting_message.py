@@ -87,7 +87,7 @@ def until_upgraded(message: amqp.Message) -> WaitingMessage:
 
 
 def undeliverable(message: amqp.Message) -> WaitingMessage:
-    return to_undeliverable("undeliverable", Outgoing("", "q", waiting(message)), "why").message
+    return to_undeliverable(TOPOLOGY, Outgoing("", "q", waiting(message)), "why").message
 
 
 def distributed(message: amqp.Message) -> WaitingMessage:

@@ -17,6 +17,7 @@ from tests.kernel.integration.shop import PATIENCE, make_app
 from tests.kernel.integration.trouble import virtual_host
 from tests.kernel.integration.worker import answer, run_command, start_celery
 from tests.node_control import bindings, listed
+from tests.rabbitmq_node import RabbitMQNode
 
 
 def test_delete_deletes_the_levels_and_leaves_the_queues_of_tasks(
@@ -93,7 +94,7 @@ def test_delete_asks_before_it_deletes(
 
 @pytest.mark.parametrize("zeros", ["queue", "skip"])
 def test_imported_definitions_are_what_declare_makes(
-    configuration: dict[str, Any], session_rabbitmq: RabbitMQServer, prefix: str, zeros: str
+    configuration: dict[str, Any], session_rabbitmq: RabbitMQNode, prefix: str, zeros: str
 ) -> None:
     layout = {"name": "geometric", "levels": 4, "zeros": zeros}
     settings = {**configuration, "rabbitdelay_layout": layout, "rabbitdelay_shards": 2}

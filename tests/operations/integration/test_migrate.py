@@ -25,12 +25,13 @@ from celery_rabbitdelay.operations.conversion import check_source
 from celery_rabbitdelay.operations.mover import BATCH, MOST_LOSSES, Place
 from celery_rabbitdelay.operations.source import waiting as ready
 from celery_rabbitdelay.publishing.declaration import declare, queue_counts
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import wait_for
 from tests.json_schemas import checked
 from tests.kernel.integration.arrivals import wait_until_waiting
 from tests.kernel.integration.notes import Notes
 from tests.kernel.integration.shop import PATIENCE, make_app, named
 from tests.kernel.integration.worker import Worker, answer, run_command, start_celery
+from tests.rabbitmq_node import RabbitMQNode
 
 #: An hour: what is due later meditates.
 OLD: Any = [["minutes", 60, 60], ["seconds", 60, 1], ["tenths", 10, 0.1]]
@@ -163,7 +164,7 @@ def test_a_transfer_goes_on_when_its_source_comes_back(
 ) -> None:
     number, target = 150, place(before)
     streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with RabbitMQServer(broker_root) as other_broker, ExitStack() as apps:
+    with RabbitMQNode(broker_root) as other_broker, ExitStack() as apps:
         there = make_app({**old, "broker_url": other_broker.url})
         apps.callback(there.close)
         rows = [Row(delay=1800 + each) for each in range(number)]

@@ -21,7 +21,7 @@ from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
 from celery_rabbitdelay.operations.verify import FAULTS as FINDINGS
 from celery_rabbitdelay.operations.verify import Finding, Verification
 from celery_rabbitdelay.publishing.declaration import declare_destination, queue_counts
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.web import application
 from tests.browser import Browser
 from tests.json_schemas import checked, invoke
@@ -40,6 +40,7 @@ from tests.operations.integration.management import (
     wait_until_managed,
 )
 from tests.operations.integration.undeliverable_messages import message, put
+from tests.rabbitmq_node import RabbitMQNode
 
 __all__ = ["node", "place"]
 
@@ -289,20 +290,18 @@ def test_a_limit_of_the_broker_is_named_and_no_queue_is_advised_to_be_deleted(
 
 
 @pytest.fixture(scope="module")
-def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQServer]]:
+def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQNode]]:
     """Three nodes of one cluster with their management API."""
     with ExitStack() as stack:
-        first = stack.enter_context(RabbitMQServer(broker_root, management=True))
-        joining = [
-            RabbitMQServer(broker_root, cluster_with=first, management=True) for _ in range(2)
-        ]
+        first = stack.enter_context(RabbitMQNode(broker_root, management=True))
+        joining = [RabbitMQNode(broker_root, cluster_with=first, management=True) for _ in range(2)]
         nodes = [first, *(stack.enter_context(node) for node in joining)]
         wait_until_managed(first)
         yield nodes
 
 
 @pytest.fixture
-def in_cluster(cluster: list[RabbitMQServer]) -> Iterator[Place]:
+def in_cluster(cluster: list[RabbitMQNode]) -> Iterator[Place]:
     """Sound levels and a destination in a virtual host of this test's own."""
     with place_on(cluster[0]) as place:
         yield place
@@ -335,9 +334,7 @@ def test_that_publishers_are_blocked_is_seen_by_verify_by_status_and_on_the_page
     wait_for(lambda: not page.json("/health")["findings"], "the end of the alarm")
 
 
-def test_what_a_node_takes_with_it_is_found(
-    cluster: list[RabbitMQServer], in_cluster: Place
-) -> None:
+def test_what_a_node_takes_with_it_is_found(cluster: list[RabbitMQNode], in_cluster: Place) -> None:
     (*_, third), place = cluster, in_cluster
     assert place.verify().findings == ()
     classic = Queue("classic", queue_arguments={})

@@ -183,7 +183,7 @@ def test_what_check_in_refused_goes_nowhere_unless_an_operator_says(client: Any,
     with pytest.raises(UnprocessableMessage) as refused:
         list(check_in.receive(message))
     outgoing = Outgoing(CHECKIN.exchange.name, key, waiting(message))
-    given = told(to_undeliverable("p.undeliverable", outgoing, refused.value.reason))
+    given = told(to_undeliverable(TOPOLOGY, outgoing, refused.value.reason))
     options: dict[str, Any] = {"key": key, "signing_keys": keys}
     with pytest.raises(UnprocessableMessage, match="not one that check-in may reach"):
         redrive(given, checkin_allowed=public, **options)

@@ -43,7 +43,7 @@ def main() -> None:
     given = json.load(sys.stdin)
     app: Any = make_app(json.loads(os.environ["SHOP"]))
     count_around(Publisher, "publish")
-    count_around(Store, "call_each")
+    count_around(Store, "of_each")
     act = app.tasks["note"].apply_async if what == "send" else app.rabbitdelay.postpone
     act(**given)
     print(next(steps) - 1)

@@ -1,7 +1,7 @@
 """Jobs: their tasks wait while they are open, then all run, or none."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -215,15 +215,15 @@ def test_a_commit_that_redis_has_lost_is_made_again(
 def test_a_process_that_opens_a_job_again_after_a_lost_answer_knows_its_own(
     registry: Registry, others: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call_each = Store.call_each
+    of_each = Store.of_each
 
-    def lose(store: Store, calls: Sequence[ScriptCall]) -> list[Any]:
-        call_each(store, calls)
+    def lose(store: Store, *calls: ScriptCall, **options: Any) -> list[Any]:
+        of_each(store, *calls, **options)
         raise RegistryUnavailable("the answer is lost")
 
     def open_and_lose(job: str, expires_ms: int) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(Store, "call_each", lose)
+            patch.setattr(Store, "of_each", lose)
             with pytest.raises(RegistryUnavailable):
                 registry.jobs.open(job, expires_ms)
 

@@ -108,7 +108,7 @@ def test_a_task_that_is_paused_for_longer_than_decisions_are_kept_is_not_forgott
     other = tracked("other", -KEEP_MS + MINUTE_MS)
     registry.register([other])
     record = registry.names.of("task", "other")
-    look = registry.look([arrival(other, paused_ms=now_ms())])
+    look = registry.decide([arrival(other, paused_ms=now_ms())], notes=False)
     assert look[0].verdict is Verdict.LATER
     assert expiry_ms(redis_setup, record) < now_ms() + 2 * MINUTE_MS
     assert decision(registry, arrival(other, paused_ms=now_ms())).verdict is Verdict.LATER

@@ -29,10 +29,10 @@ def distribution_with(**registry: Any) -> Distribution:
 
 
 def distributed_by(
-    look: Callable[[Sequence[Arrival]], Sequence[Decision]], message: amqp.Message
+    decide: Callable[..., Sequence[Decision]], message: amqp.Message
 ) -> list[Outgoing]:
     """Distribute a message as a registry decides."""
-    return list(distribution_with(look=look).receive(message))
+    return list(distribution_with(decide=decide).receive(message))
 
 
 RUN = Decision(Verdict.RUN)
@@ -53,13 +53,14 @@ def test_the_registry_is_asked_once_for_all_tasks_of_an_envelope_and_they_go_on_
 ):
     asked: list[Sequence[Arrival]] = []
 
-    def look(arrivals: Sequence[Arrival]) -> Sequence[Decision]:
+    def decide(arrivals: Sequence[Arrival], notes: bool) -> Sequence[Decision]:
+        assert not notes
         asked.append(arrivals)
         raise RegistryUnavailable("it is down")
 
     own = {"id": "1", JOB: "june", COPY: "c", ONCE: True, "retries": 2}
     message = letter(Item(b"", {"id": "0"}), Item(b"", own), **QUEUE)
-    assert ids(distributed_by(look, message)) == ["0", "1"]
+    assert ids(distributed_by(decide, message)) == ["0", "1"]
     # Nothing is a duplicate here: which of two messages arrives first, their worker finds out. So
     # each counts as one that has arrived before.
     tasks = [
@@ -84,7 +85,7 @@ def test_the_registry_is_asked_once_for_all_tasks_of_an_envelope_and_they_go_on_
 def test_the_messages_of_an_envelope_go_on_as_the_registry_says(
     decisions: list[Decision], expected: list[str]
 ) -> None:
-    found = distributed_by(lambda arrivals: decisions, tasks(len(decisions)))
+    found = distributed_by(lambda arrivals, notes: decisions, tasks(len(decisions)))
     assert ids(found) == expected
 
 
@@ -93,7 +94,7 @@ def test_an_envelope_whose_tasks_all_wait_goes_back_whole() -> None:
     message = tasks(3)
     message.properties["application_headers"]["x-death"] = []
     soon = ITS_JOB_IS_OPEN._replace(until_ms=DUE + 30_000)
-    (later,) = distributed_by(lambda arrivals: [CANCELLED, ITS_JOB_IS_OPEN, soon], message)
+    (later,) = distributed_by(lambda arrivals, notes: [CANCELLED, ITS_JOB_IS_OPEN, soon], message)
     route = TOPOLOGY.route(30, DISTRIBUTION, WaitingMessage.unopened(message).task_id)
     assert (later.exchange, later.routing_key) == (route.exchange, route.routing_key)
     # While the levels do not take it, its route is computed anew.

@@ -138,8 +138,8 @@ def test_redis_is_asked_once_a_second_and_what_it_said_last_counts_while_it_is_a
     away = RegistryUnavailable("away")
     store = Store(mock.Mock(), "redis", (OSError,))
     strange = ["queue:mails", "yesterday", "task:two", "\u00b2", "task:far", "9" * 15]
-    redis = mock.Mock(side_effect=[away, [["task:remind", "7", *strange]], away, [{}]])
-    monkeypatch.setattr(store, "call_each", redis)
+    redis = mock.Mock(side_effect=[away, [[["task:remind", "7", *strange]]], away, [[{}]]])
+    monkeypatch.setattr(store, "of_each", redis)
     paused = Pauses(store, Names("rabbitdelay"))
     with pytest.raises(RegistryUnavailable):
         paused.known()

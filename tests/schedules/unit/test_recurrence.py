@@ -148,7 +148,7 @@ def test_what_cannot_be_excluded_is_said_early(exclude: Any, reason: str) -> Non
 @pytest.mark.parametrize(
     ("when", "zone", "begin", "instants"),
     [
-        ("9 15,30 2 * * *", BERLIN, "2026-03-29", "2026-03-29T03+02 2026-03-30T02:15:09+02"),
+        ("9 15,30 2 * * *", BERLIN, "2026-03-29", "2026-03-29T03:00:09+02 2026-03-30T02:15:09+02"),
         ("0 0 L * *", "UTC", "2028-01-15", "2028-01-31T00+00 2028-02-29T00+00"),
         ("*/20 * * * * *", "UTC", "2026-01-01", "2026-01-01T00:00:20+00 2026-01-01T00:00:40+00"),
         (["@daily", "0 9 * * *"], "UTC", "2026-03-01", "2026-03-01T09+00 2026-03-02T00+00"),
@@ -222,6 +222,7 @@ def test_instants_are_those_of_the_clock_wherever_a_search_begins(zone: str) -> 
     random = Random(zone)
     rules = [any_rule(random) for _ in range(2 * MORE)]
     rules += [("*/20 2 * * *", {0, 20, 40}, {2}), ("*/20 * * * *", {0, 20, 40}, {*range(24)})]
+    rules += [("47 * * * *", {47}, {*range(24)})]
     for change in changes(zone):
         walked = [*walk(zone, change - 30 * HOUR, change + 30 * HOUR)]
         for when, minutes, hours in rules:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
+from celery_rabbitdelay.testing import RedisServer
 from tests.private_broker import QUIET
+from tests.rabbitmq_node import RabbitMQNode
 
 APPLICATION = """
 from celery_rabbitdelay import Celery
@@ -92,7 +93,7 @@ def run(project: Path, *options: str, expected: int = 0) -> str:
 def test_servers_that_are_named_are_used_and_left_as_they_were(
     project: Path, broker_root: Path | None, private_redis: RedisServer
 ) -> None:
-    with RabbitMQServer(broker_root, QUIET, management=True) as broker:
+    with RabbitMQNode(broker_root, QUIET, management=True) as broker:
         servers = [
             f"--rabbitdelay-broker={broker.url}",
             f"--rabbitdelay-management={broker.management_url}",

@@ -31,9 +31,9 @@ from pathlib import Path
 
 import pytest
 
-from celery_rabbitdelay.testing import RabbitMQServer
 from tests.documentation.page import RUN, blocks
 from tests.kernel.integration import trouble
+from tests.rabbitmq_node import RabbitMQNode
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 APPLICATION = REPOSITORY / "tests" / "documentation" / "shop.py"
@@ -50,14 +50,14 @@ PAGES = sorted(
 
 
 @pytest.fixture(scope="module")
-def virtual_host(session_rabbitmq: RabbitMQServer) -> Iterator[str]:
+def virtual_host(session_rabbitmq: RabbitMQNode) -> Iterator[str]:
     """The URL of a virtual host of the pages' own: they use the default names."""
     with trouble.virtual_host(session_rabbitmq, VIRTUAL_HOST) as url:
         yield url
 
 
 @pytest.fixture(scope="module")
-def programs(session_rabbitmq: RabbitMQServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def programs(session_rabbitmq: RabbitMQNode, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the programs that pages call by name."""
     folder = tmp_path_factory.mktemp("programs")
     python = f"exec {shlex.quote(sys.executable)} -m"

@@ -13,13 +13,14 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer
+from celery_rabbitdelay.testing import Certificates, RabbitMQServer
 from tests.json_schemas import checked
 from tests.kernel.integration.conftest import small_configuration
 from tests.kernel.integration.publishing import publish
 from tests.kernel.integration.shop import PATIENCE, make_app, named
 from tests.kernel.integration.worker import Worker, run_celery
 from tests.operations.integration.management import wait_until_managed
+from tests.rabbitmq_node import RabbitMQNode, TLSRedis
 
 #: Levels in which tasks wait for long enough that none is due before it is moved.
 LONG: Final = {"rabbitdelay_layout": [("minutes", 6, 60), ("seconds", 60, 1)]}
@@ -37,7 +38,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 @pytest.fixture(scope="module")
 def tls_node(broker_root: Path | None, certificates: Certificates) -> Iterator[RabbitMQServer]:
     """A node that takes AMQP and HTTP over TLS only."""
-    with RabbitMQServer(
+    with RabbitMQNode(
         broker_root,
         management=True,
         plugins=["rabbitmq_auth_mechanism_ssl"],
@@ -52,21 +53,21 @@ def tls_node(broker_root: Path | None, certificates: Certificates) -> Iterator[R
 
 
 @pytest.fixture(scope="module")
-def tls_redis(certificates: Certificates) -> Iterator[RedisServer]:
+def tls_redis(certificates: Certificates) -> Iterator[TLSRedis]:
     """A Redis for the registry that takes TLS only."""
-    with RedisServer(certificates) as server:
+    with TLSRedis(certificates) as server:
         yield server
 
 
 @pytest.fixture
 def tls_configuration(
-    tls_node: RabbitMQServer, tls_redis: RedisServer, redis_url: str
+    tls_node: RabbitMQServer, tls_redis: TLSRedis, redis_url: str
 ) -> dict[str, Any]:
     """The settings of an application whose broker and registry take TLS only."""
     own: dict[str, Any] = {
         "broker_use_ssl": tls_node.ssl,
         "rabbitdelay_registry_url": tls_redis.url,
-        "rabbitdelay_registry_options": {"socket_timeout": 10, **(tls_redis.ssl or {})},
+        "rabbitdelay_registry_options": {"socket_timeout": 10, **tls_redis.ssl},
     }
     return small_configuration(tls_node.url, redis_url, **own)
 

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -39,6 +40,20 @@ def test_no_file_imports_itself_through_others() -> None:
         for module, path in MODULES.items()
     }
     assert len(list(TopologicalSorter(graph).static_order())) >= len(graph) - 1
+
+
+def test_a_folder_names_only_files_that_exist() -> None:
+    roots = PACKAGE, PACKAGE.parent / "tests"
+    lost = [
+        f"{path}: {name}"
+        for root in roots
+        for path in root.rglob("__init__.py")
+        for name in re.findall(
+            r"``([\w/]+\.py)``", ast.get_docstring(ast.parse(path.read_text())) or ""
+        )
+        if not any((folder / name).exists() for folder in (path.parent, *roots, PACKAGE.parent))
+    ]
+    assert lost == []
 
 
 def test_files_and_functions_stay_small_enough_to_be_read_at_once() -> None:
