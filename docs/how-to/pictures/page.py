@@ -77,10 +77,10 @@ class Picture(NamedTuple):
 #: The pictures of the documentation.
 PICTURES: Final = (
     Picture("page_now", "/now?horizon=day"),
-    Picture("page_waiting", "/waiting?job=spring-sale"),
+    Picture("page_waiting", "/waiting?q=job:spring-sale"),
     Picture("page_task_dark", "/waiting/task?id={task}", (1400, 760), "dark"),
     Picture("page_now_phone_dark", "/now?horizon=day", PHONE, "dark"),
-    Picture("page_waiting_phone", "/waiting?task=orders.ask_for_review", PHONE),
+    Picture("page_waiting_phone", "/waiting?q=task:orders.*", PHONE),
 )
 
 
@@ -191,7 +191,7 @@ def all_pages() -> Iterator[Picture]:
         "now": "/now?horizon=day",
         "waiting": "/waiting",
         "task": "/waiting/task?id={task}",
-        "all": "/waiting/all?job=spring-sale",
+        "all": "/waiting/all?action=cancel&q=job:spring-sale",
         "undeliverable": "/undeliverable",
         "jobs": "/jobs?name=spring-sale",
         "schedules": "/schedules",
