@@ -73,15 +73,20 @@ class Readings(Generic[_T]):
         self._is_looking = False
         self._changed = Condition()
 
-    def latest(self) -> Reading[_T]:
-        """Return the latest reading; an empty one if there is none in time."""
+    def latest(self, patience: float | None = None) -> Reading[_T]:
+        """Return the latest reading; an empty one if there is none in time.
+
+        Args:
+            patience: Seconds for which this caller waits at most, instead of those of all others.
+        """
+        patience = self._patience if patience is None else patience
         with self._changed:
             starts = not self._is_looking and time.monotonic() >= self._until
             if starts:
                 Thread(target=self._read, name="rabbitdelay-reading", daemon=True).start()
                 self._is_looking = True
             if starts or self._reading is None:
-                self._changed.wait_for(lambda: not self._is_looking, self._patience)
+                self._changed.wait_for(lambda: not self._is_looking, patience)
             return self._reading or Reading()
 
     def outdate(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 from urllib.parse import quote
 
@@ -20,8 +21,9 @@ from starlette.types import ASGIApp
 
 from celery_rabbitdelay import __version__
 from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics.reading import AWAY, why
-from celery_rabbitdelay.web import access, shown
+from celery_rabbitdelay.web import access, charts, shown
 from celery_rabbitdelay.web.access import COOKIE, Session, Visitor
 from celery_rabbitdelay.web.asked import Asked, Fields, fields_of, form_of
 from celery_rabbitdelay.web.options import User
@@ -68,6 +70,8 @@ class Server:
             quoted=shown.quoted,
             brief=shown.brief,
             left=shown.left,
+            soon=lambda instant: shown.left(max(instant, wall_clock.now())),
+            term=lambda text, name: str(Term.of(name, text)),
             fullness=shown.fullness,
             number=lambda value: f"{value:,}",
             local=lambda instant: shown.local(instant, zone),
@@ -79,6 +83,7 @@ class Server:
             most_in_address=shown.MOST_IN_ADDRESS,
             term=lambda name, text: str(Term.of(name, text)),
             has_sign_in=site.options.users is not None,
+            plot=partial(charts.plot, zone=zone),
         )
 
     def starlette(self) -> Starlette:

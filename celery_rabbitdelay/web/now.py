@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import timedelta
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import accumulate, compress, pairwise, zip_longest
 from typing import Any, Final, NamedTuple, TypeAlias, get_args
 
 from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
-from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import milliseconds_of
+from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations import management
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked, verify_application
-from celery_rabbitdelay.registry.index import Filter
+from celery_rabbitdelay.registry.index import Filter, Kind, KindCounts
+from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.pauses import Paused
+from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked
+from celery_rabbitdelay.web.charts import DAY, HOUR, MINUTE, Step, aligned
+from celery_rabbitdelay.web.problems import Due, problems
 from celery_rabbitdelay.web.site import Glance, Site
 
 #: Seconds from one reading to the next: of the tracked tasks, of what the management API has
-#: counted, which it does every five seconds, and of faults, which takes some requests to that API
-#: for each queue.
-DUE_PERIOD, ENTERING_PERIOD, FINDINGS_PERIOD = 5.0, 5.0, 60.0
+#: counted, and of faults, which takes some requests to that API for each queue.
+DUE_PERIOD, SENT_PERIOD, FINDINGS_PERIOD = 5.0, 20.0, 60.0
 
-#: How far a histogram looks ahead, and how many bars it has.
-HORIZONS: Final = {
-    "minute": (timedelta(minutes=1), 12),
-    "hour": (timedelta(hours=1), 12),
-    "day": (timedelta(days=1), 24),
-    "week": (timedelta(days=7), 7),
-    "year": (timedelta(days=365), 12),
+#: How far the histogram looks ahead, and its steps.
+HORIZONS: Final[Mapping[str, tuple[timedelta, Step]]] = {
+    "minute": (MINUTE, timedelta(seconds=2)),
+    "hour": (HOUR, timedelta(minutes=2)),
+    "day": (DAY, HOUR),
+    "week": (7 * DAY, timedelta(hours=6)),
+    "year": (365 * DAY, 1),
 }
 
-#: For how many minutes it is shown how late tasks came.
-MINUTES: Final = 10
+#: How many series the histogram has beside that of all others.
+SERIES: Final = 5
 
-#: For how long a rate counts as that of now.
-RECENT: Final = timedelta(seconds=30)
+#: How many tasks that are due are looked into: whether the job of one is open.
+MOST_DUE: Final = 1_000
+
+#: Seconds for which a task that is due is on its way: that is not called wrong.
+ON_ITS_WAY: Final = 5.0
+
+#: For how many minutes it is shown what was sent and received, and how late.
+MINUTES: Final = 60
+
+#: For how many seconds it is asked how many messages entered the levels, and in which steps.
+SENT = 3_600, 60
 
 #: What the findings need.
 NEEDS: Final = (
@@ -53,167 +65,271 @@ NEEDS: Final = (
 Answer: TypeAlias = Mapping[str, Any]
 
 
+class Waits(NamedTuple):
+    """What of the tracked tasks waits.
+
+    Attributes:
+        edges: When the steps of the histogram begin, and the end of the last one.
+        kinds: How many of each kind wait, and are due before now, before an hour is over, and
+            before each edge but the first one.
+        left_out: How many tasks are of further kinds, which are not counted one by one.
+        held: How many due tasks of each kind are held: by a pause, or because their job is open.
+        overdue: How many of each kind should have arrived, and nothing holds them.
+        due: Both of all kinds.
+    """
+
+    edges: list[datetime]
+    kinds: list[KindCounts]
+    left_out: int
+    held: Counter[Kind]
+    overdue: Counter[Kind]
+    due: Due
+
+
+#: What is known without a registry, or before Redis has answered.
+NOTHING: Final = Waits([], [], 0, Counter(), Counter(), Due(Counter(), None, {}, Counter()))
+
+
 def now(asked: Asked) -> dict[str, object]:
-    """Return how many messages wait in each digit, when they are due, and how late tasks arrive."""
-    topology, reading = asked.site.delays.topology, asked.site.queues()
-    horizon = asked.fields.one_of("horizon", HORIZONS, "hour")
-    told: dict[str, object] = {
-        "prefix": topology.prefix,
-        "layout": topology.layout.name,
-        "taken": reading.taken,
-        "broker_error": reading.error,
-        "horizon": horizon,
-        "entering": _entering(asked.site),
-        "due": _due(asked.site, horizon, reading.value),
-        **_arrivals(asked.site, reading.error),
-    }
-    if reading.value is None:
-        return {**told, "levels": [], "others": [], "total": None}
-    status, rates = reading.value
+    """Return whether all is well, what waits, and when it is due."""
+    site, fields = asked.site, asked.fields
+    by = fields.one_of("by", Kind._fields, "task")
+    horizon = fields.one_of("horizon", HORIZONS, "hour")
+    queues, reading = site.queues(), Reading[Waits]()
+    # The workers are asked through the broker.
+    workers = Reading[Glance](error=queues.error) if queues.error else site.workers()
+    if site.delays.has_registry:
+        look = partial(_look, site, horizon)
+        reading = site.latest(f"due in a {horizon}", look, DUE_PERIOD)
+    waits, found = reading.value or NOTHING, findings_of(site, patience=0)
+    answers = {} if workers.value is None else workers.value.status.workers
+    late, total, least = late_by_task(answers.values()), None, None
+    if queues.value is not None:
+        backlog, (length, _) = queues.value.status.backlog, HORIZONS[horizon]
+        total = sum(backlog.levels.values())
+        least = due_at_least(site.delays.topology, backlog, length // timedelta(milliseconds=1))
+    tasks, for_queues = _rows(waits, "task", late), _rows(waits, "queue", {})
     return {
-        **told,
-        "levels": list(_levels(asked.site, reading.value)),
-        "total": sum(status.backlog.levels.values()),
-        "others": [
-            {"name": name, **counts._asdict(), "rate": rates.get(name)}
-            for name, counts in status.backlog.others.items()
-        ],
-        "missing": status.backlog.missing,
-        "blocked": blocked() if status.is_blocked else None,
-        "next_due": status.next_due,
-        "due_within": None if status.due_within_ms is None else status.due_within_ms / 1000,
-        "paused": status.paused,
-        "registry_error": status.registry_error,
+        "taken": queues.taken,
+        "broker_error": queues.error,
+        "has_registry": site.delays.has_registry,
+        "registry_error": reading.error,
+        "problems": problems(queues, workers, reading.error, waits.due, found.value),
+        "findings_taken": found.taken,
+        "findings_error": found.error,
+        "workers": len(answers),
+        "by": by,
+        "horizon": horizon,
+        "total": total,
+        "due_at_least": least,
+        "waiting": sum(each.waiting for each in tasks) + waits.left_out,
+        "in_an_hour": sum(each.in_an_hour for each in tasks),
+        "next_due": min((each.next_due for each in tasks if each.next_due), default=None),
+        "left_out": waits.left_out,
+        "tasks": tasks,
+        "queues": for_queues,
+        "due": _due(waits, by),
+        "last_hour": _last_hour(site, workers.taken, [*answers.values()]),
     }
 
 
-def _levels(site: Site, glance: Glance) -> Iterator[dict[str, object]]:
-    """Yield each level with its digits, the highest first."""
-    backlog = glance.status.backlog
-    for level in site.delays.topology.layout.levels:
-        digits = backlog.digits[level.name].items()
-        yield {
-            "name": level.name,
-            "unit": level.unit,
-            "messages": backlog.levels[level.name],
-            "rate": glance.rates.get(level.name),
-            "digits": [
-                {
-                    "queue": level.queue_name(digit),
-                    "count": digit * level.multiple,
-                    "messages": each,
-                }
-                for digit, each in digits
-            ],
-        }
+def _look(site: Site, horizon: str) -> Waits:
+    """Count the tracked tasks, and find out which of those that are due are held."""
+    start, (length, step) = wall_clock.now(), HORIZONS[horizon]
+    edges = aligned(start, start + length, step, site.app.timezone)
+    asked = [milliseconds_of(each) for each in (start, start + HOUR, *edges[1:])]
+    instants = sorted({*asked})
+    found = site.delays.registry.index.summary(instants)
+    places = [instants.index(each) for each in asked]
+    kinds = [each._replace(before=[each.before[at] for at in places]) for each in found.kinds]
+    return Waits(edges, kinds, found.left_out, *_held(site, kinds, start))
 
 
-def _entering(site: Site) -> dict[str, object]:
-    """Return how many messages a second enter the levels; nobody waits for it."""
-    reading = site.latest("entering", partial(_enter, site), ENTERING_PERIOD, patience=0)
-    rate, taken, error = reading
-    is_new = error is None and taken is not None and wall_clock.now() - taken < RECENT
-    return {"rate": rate if is_new else None, "error": error}
+def _held(
+    site: Site, kinds: Sequence[KindCounts], start: datetime
+) -> tuple[Counter[Kind], Counter[Kind], Due]:
+    """Return how many due tasks of each kind are held, how many are overdue, and both together."""
+    registry, paused = site.delays.registry, site.delays.paused()
+    held, by_pause, running = Counter[Kind](), dict.fromkeys(paused, 0), Counter[Kind]()
+    for kind, number in ((each.kind, each.before[0]) for each in kinds if each.before[0]):
+        pause = next((each for each in paused if _holds(each, kind)), None)
+        if pause is None:
+            running[kind] = number
+        else:
+            held[kind] = number
+            by_pause[pause] += number
+    wanted = Filter(kinds=frozenset(running), due_before_ms=milliseconds_of(start))
+    parts = registry.index.parts(wanted, most=MOST_DUE) if running else ()
+    due = [task for part in parts for task in part.tasks]
+    states = registry.jobs.states({(each.job, "") for each in due if each.job is not None})
+    is_open = [states.get((each.job or "", "")) is JobState.OPEN for each in due]
+    for_job = [*compress(due, is_open)]
+    late = [
+        each
+        for each, waits in zip(due, is_open, strict=True)
+        if not waits and (start - each.due).total_seconds() > ON_ITS_WAY
+    ]
+    held.update(Kind(each.task, each.queue) for each in for_job)
+    overdue = Counter(Kind(each.task, each.queue) for each in late)
+    if len(due) == MOST_DUE:
+        overdue = running - held
+    names, jobs = Counter[str](), Counter(str(each.job) for each in for_job)
+    for kind, number in overdue.items():
+        names[kind.task] += number
+    first = min((each.due for each in late), default=None)
+    return held, overdue, Due(names, first, by_pause, jobs)
 
 
-def _enter(site: Site) -> float:
+def _holds(pause: Paused, kind: Kind) -> bool:
+    return pause.task == kind.task if pause.task is not None else pause.queue == kind.queue
+
+
+class Row(NamedTuple):
+    """The tracked tasks of a name, or for a queue, that wait.
+
+    Attributes:
+        name: The name of the tasks or of the queue; empty if exchanges route them.
+        waiting: How many wait, with those that are due.
+        next_due: When the next one is due.
+        in_an_hour: How many are due within an hour.
+        overdue: How many should have arrived, and nothing holds them.
+        held: How many are due, and are held by a pause or an open job.
+        cancelled: How many are cancelled, and their messages wait until they are due.
+        late: How many seconds late 99 of 100 have come at most, in words; empty if it is not known.
+    """
+
+    name: str
+    waiting: int
+    next_due: datetime | None
+    in_an_hour: int
+    overdue: int
+    held: int
+    cancelled: int
+    late: str
+
+
+def _rows(waits: Waits, by: str, late: Mapping[str, str]) -> list[Row]:
+    """Return a row for each name of tasks or queue, the one with the most tasks first."""
+    rows = []
+    for name, kinds in _groups(waits, by).items():
+        nexts = [each.next_due_ms for each in kinds if each.next_due_ms is not None]
+        rows.append(
+            Row(
+                name,
+                sum(each.total for each in kinds),
+                instant_of(min(nexts)) if nexts else None,
+                sum(each.before[1] - each.before[0] for each in kinds),
+                sum(waits.overdue[each.kind] for each in kinds),
+                sum(waits.held[each.kind] for each in kinds),
+                sum(each.cancelled for each in kinds),
+                late.get(name, ""),
+            )
+        )
+    return sorted(rows, key=lambda each: (-each.waiting, each.name))
+
+
+def _groups(waits: Waits, by: str) -> Mapping[str, list[KindCounts]]:
+    groups = defaultdict[str, list[KindCounts]](list)
+    for each in waits.kinds:
+        groups[getattr(each.kind, by)].append(each)
+    return groups
+
+
+def _due(waits: Waits, by: str) -> dict[str, object]:
+    """Return how many tasks are due in each step of the histogram, those of most first."""
+    found = list[tuple[str | None, list[int]]]()
+    for name, kinds in _groups(waits, by).items():
+        before = [(each.before[0], *each.before[2:]) for each in kinds]
+        sums = [sum(each) for each in zip(*before, strict=True)]
+        found.append((name, [later - sooner for sooner, later in pairwise(sums)]))
+    found.sort(key=lambda each: -sum(each[1]))
+    if len(found) > SERIES + 1:
+        others = [counts for _, counts in found[SERIES:]]
+        found[SERIES:] = [(None, [sum(each) for each in zip(*others, strict=True)])]
+    return {
+        "edges": waits.edges,
+        "series": [{"name": name, "counts": counts} for name, counts in found if any(counts)],
+    }
+
+
+def late_by_task(answers: Iterable[Answer]) -> dict[str, str]:
+    """Return how late 99 of 100 tasks of each name have come at most, in words.
+
+    Args:
+        answers: What the workers answer; those of earlier versions do not say it.
+    """
+    counts, bounds = dict[str, list[int]](), list[float]()
+    for told in (answer.get(ARRIVALS) or {} for answer in answers):
+        for task, number in (told.get("late_by_task") or {}).items():
+            bounds = told["late_bounds"]
+            before = counts.get(task, [0] * len(number))
+            counts[task] = [sum(each) for each in zip(before, number, strict=True)]
+    found = {}
+    for task, number in counts.items():
+        enough = sum(number) * 0.99
+        place = next(at for at, so_far in enumerate(accumulate(number)) if so_far >= enough)
+        found[task] = (
+            f"≤ {_brief(bounds[place])}" if place < len(bounds) else f"> {_brief(bounds[-1])}"
+        )
+    return found
+
+
+def _brief(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds < 60 else shown.brief(seconds)
+
+
+def _last_hour(site: Site, taken: datetime | None, answers: Sequence[Answer]) -> dict[str, object]:
+    """Return what was sent and received in each minute of the last hour, and how late it came."""
+    end = taken or wall_clock.now()
+    edges = [end - ago * MINUTE for ago in range(MINUTES, -1, -1)]
+    sent = site.latest("sent", partial(_sent, site), SENT_PERIOD, patience=0)
+    return {
+        "edges": edges,
+        "received": [sum(each) for each in _by_minute(answers, "received_by_minute")],
+        "late": [round(max(each, default=0.0), 3) for each in _by_minute(answers, "by_minute")],
+        "sent": sent.value or [],
+        "sent_error": sent.error,
+    }
+
+
+def _by_minute(answers: Iterable[Answer], name: str) -> list[list[float]]:
+    """Return what the workers say of each minute, the first minute first."""
+    told = [((answer.get(ARRIVALS) or {}).get(name) or ())[:MINUTES] for answer in answers]
+    minutes = [*zip_longest(*told, [None] * MINUTES)]
+    return [[each for each in minute if each is not None] for minute in reversed(minutes)]
+
+
+def _sent(site: Site) -> list[tuple[datetime, float]]:
+    """Return how many messages have entered the levels a minute, as the management API counts it.
+
+    Raises:
+        ManagementUnavailable: It does not answer.
+    """
     connection, url = site.queues_broker.connection, site.options.management
     if url is None:
         api = management.management_api_of(connection)
     else:
         api = management.ManagementAPI(url, management.tls_files_of(connection))
-    about = api.get("overview", columns="rates_mode,disable_stats")
-    if about.get("rates_mode") == "none" or about.get("disable_stats"):
-        raise ManagementUnavailable(api.url, "it keeps no statistics (management.rates_mode)")
-    columns = "name,message_stats.publish_in_details.rate"
-    found = api.get("exchanges", connection.virtual_host, columns=columns)
-    # An exchange counts what is published to it, and not what is dead-lettered into it.
+    # What clients publish to it and it routes, not what is dead-lettered into it; of what clients
+    # publish, the API remembers ten minutes only.
+    column, (age, step) = "publish_out_details", SENT
+    found = api.get(
+        "exchanges",
+        connection.virtual_host,
+        columns=f"name,message_stats.{column}",
+        msg_rates_age=str(age),
+        msg_rates_incr=str(step),
+    )
     levels = {exchange.name for exchange in site.delays.topology.level_exchanges}
-    counted = [each.get("message_stats", {}) for each in found if each["name"] in levels]
-    return float(sum(each.get("publish_in_details", {}).get("rate", 0) for each in counted))
-
-
-class DueSoon(NamedTuple):
-    """How many tracked tasks are due when; None and empty if that is not known.
-
-    Attributes:
-        overdue: How many should have arrived by now.
-        steps: The start of each step of a horizon, and how many are due in it (``tracked``).
-        later: How many are due after the last of :data:`HORIZONS`.
-        totals: How many are due within each of these, without the overdue ones.
-    """
-
-    overdue: int | None
-    steps: list[dict[str, object]]
-    later: int | None
-    totals: list[int] | list[None]
-
-
-def _count(site: Site, horizon: str) -> DueSoon:
-    start, (length, number) = wall_clock.now(), HORIZONS[horizon]
-    steps = [start + length * step / number for step in range(number + 1)]
-    ends = [start + length for length, _ in HORIZONS.values()]
-    before = [Filter(due_before_ms=milliseconds_of(each)) for each in (*steps, *ends)]
-    *counts, all_of_them = site.delays.registry.index.counts([*before, Filter()])
-    overdue, of_steps = counts[0], pairwise(counts[: number + 1])
-    # A task that leaves meanwhile is counted in some of them only.
-    in_steps = [
-        {"start": step, "tracked": max(until - before, 0)}
-        for step, (before, until) in zip(steps, of_steps, strict=False)
-    ]
-    totals = [max(count - overdue, 0) for count in counts[number + 1 :]]
-    return DueSoon(overdue, in_steps, max(all_of_them - counts[-1], 0), totals)
-
-
-def _due(site: Site, horizon: str, glance: Glance | None) -> dict[str, object]:
-    """Return what falls due within each horizon: of the tracked tasks, and of all at least."""
-    delays, reading = site.delays, Reading[DueSoon]()
-    if delays.has_registry:
-        reading = site.latest(f"due in a {horizon}", partial(_count, site, horizon), DUE_PERIOD)
-    soon = reading.value or DueSoon(None, [], None, [None] * len(HORIZONS))
-    horizons = []
-    for tracked, (name, (length, _)) in zip(soon.totals, HORIZONS.items(), strict=True):
-        least = tracked
-        if glance is not None:
-            within_ms = length // timedelta(milliseconds=1)
-            of_all = due_at_least(delays.topology, glance.status.backlog, within_ms)
-            least = max(of_all, tracked or 0)
-        horizons.append({"name": name, "tracked": tracked, "all_at_least": least})
-    length, number = HORIZONS[horizon]
-    return {
-        "has_registry": delays.has_registry,
-        "error": reading.error,
-        "overdue": soon.overdue,
-        "later": soon.later,
-        "horizons": horizons,
-        "steps": soon.steps,
-        "step": length / number,
-    }
-
-
-def _arrivals(site: Site, broker_error: str | None) -> dict[str, object]:
-    """Return the lateness and the rate of arrivals, as the workers count them."""
-    # They are asked through the broker.
-    reading = site.workers() if broker_error is None else Reading[Glance](error=broker_error)
-    answers = {} if reading.value is None else reading.value.status.workers
-    return {
-        "workers_taken": reading.taken,
-        "workers_error": reading.error,
-        "arrivals": None if reading.value is None else reading.value.rates.get(ARRIVALS),
-        "late_by_minute": latest_by_minute(answers.values()),
-        "workers": [_worker(name, answer) for name, answer in sorted(answers.items())],
-    }
-
-
-def latest_by_minute(answers: Iterable[Answer]) -> list[float | None]:
-    """Return how late the latest task of each of the last minutes was, this minute's first.
-
-    Args:
-        answers: What the workers answer; those of earlier versions do not say it.
-    """
-    told = [(answer.get(ARRIVALS) or {}).get("by_minute") or () for answer in answers]
-    minutes = zip_longest(*(each[:MINUTES] for each in told))
-    return [max((late for late in each if late is not None), default=None) for each in minutes]
+    sent = Counter[int]()
+    for each in found:
+        if each["name"] in levels:
+            # Without statistics, the API has a list in place of an object.
+            details = (each.get("message_stats") or {}).get(column) or {}
+            told = ((one["timestamp"], one["sample"]) for one in details.get("samples", ()))
+            for (_, before), (at_ms, count) in pairwise(sorted(told)):
+                sent[at_ms] += max(count - before, 0)
+    return [(instant_of(at_ms), count * 60 / step) for at_ms, count in sorted(sent.items())]
 
 
 def _worker(name: str, answer: Answer) -> dict[str, object]:
@@ -278,15 +394,19 @@ def differences(told: Mapping[str, Mapping[str, str]], kind: str) -> Iterator[di
             yield {"kind": kind, "name": name, "values": values}
 
 
-def health(asked: Asked) -> dict[str, object]:
+def findings_of(site: Site, patience: float | None = None) -> Reading[Verification]:
     """Return what on the broker loses tasks, or makes them early or late."""
-    site, glance = asked.site, asked.site.queues().value
 
     def look() -> Verification:
         url = site.options.management
         return site.ask(lambda found: verify_application(site.delays, found, url))
 
-    reading = site.latest("findings", look, FINDINGS_PERIOD)
+    return site.latest("findings", look, FINDINGS_PERIOD, patience)
+
+
+def health(asked: Asked) -> dict[str, object]:
+    """Return the findings, and whether publishers are blocked."""
+    reading, glance = findings_of(asked.site), asked.site.queues().value
     found = () if reading.value is None else reading.value.findings
     # That publishers are blocked is known at once, and without the management API.
     alarms = [each for each in found if each.code == blocked().code]

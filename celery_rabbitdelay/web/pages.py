@@ -9,7 +9,16 @@ from typing import Final, NamedTuple, TypeAlias
 from starlette.responses import Response
 
 from celery_rabbitdelay.schedules.schedules import Schedules
-from celery_rabbitdelay.web import deciding, holding, now, schedules, task, undeliverable, waiting
+from celery_rabbitdelay.web import (
+    deciding,
+    holding,
+    levels,
+    now,
+    schedules,
+    task,
+    undeliverable,
+    waiting,
+)
 from celery_rabbitdelay.web.asked import Asked
 
 #: Returns what a page and its JSON show; or a file. It may block; it is called in a thread.
@@ -77,6 +86,7 @@ PAGES: Final = (
     ),
     _action("schedules/trigger", partial(schedules.change, schedules.trigger, "triggered")),
     _action("schedules/end", schedules.end),
+    _in_menu("levels", levels.levels, "Levels", "levels", refresh=2),
     _in_menu("workers", now.workers, "Workers", "workers", refresh=10),
     _in_menu("health", now.health, "Health", "health", refresh=30),
 )

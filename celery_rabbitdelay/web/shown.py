@@ -54,13 +54,13 @@ def left(instant: datetime) -> str:
 
 
 def brief(seconds: float) -> str:
-    """Return a length of time in its two largest units: ``3 d 4 h``."""
+    """Return a length of time in its two largest units, without the second one if that is 0."""
     rest, words = round(seconds), list[str]()
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
         number, rest = divmod(rest, length)
         if number or words:
             words.append(f"{number:,} {unit}")
-    return " ".join(words[:2]) or "0 s"
+    return " ".join(each for each in words[:2] if not each.startswith("0 ")) or "0 s"
 
 
 def fullness(messages: int) -> int:

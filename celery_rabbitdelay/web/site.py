@@ -113,10 +113,9 @@ class Site:
             name: Its name.
             look: Looks; the first one that is given under the name counts.
             period: As for :class:`.Readings`.
-            patience: Likewise.
+            patience: Seconds for which this request waits at most; None: until the look has ended.
         """
-        readings = self._readings.setdefault(name, Readings(look, period, patience))
-        return readings.latest()
+        return self._readings.setdefault(name, Readings(look, period)).latest(patience)
 
     def outdate(self, name: str) -> None:
         """Have the next who ask for a reading look anew: an action has changed what it shows."""

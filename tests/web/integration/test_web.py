@@ -26,7 +26,7 @@ from celery_rabbitdelay.web import application, now, task, undeliverable
 from celery_rabbitdelay.web import search as operations
 from celery_rabbitdelay.web.access import COOKIE
 from celery_rabbitdelay.web.options import hash_password, is_password
-from tests.browser import Browser, assert_harmless, quick_hash
+from tests.browser import Browser, assert_harmless, quick_hash, read
 from tests.kernel.integration.arrivals import count
 from tests.kernel.integration.shop import PATIENCE, make_app, named
 from tests.kernel.integration.trouble import suspended
@@ -91,29 +91,85 @@ def ids_of(told: dict[str, Any]) -> list[str]:
     return [each["task_id"] for each in told["tasks"]]
 
 
-def test_now_counts_each_digit_and_what_falls_due_and_takes_nothing_from_the_queues(
-    shop: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+def test_levels_count_each_digit_and_looking_takes_nothing_from_the_queues(
+    shop: Any, browser: Browser
 ) -> None:
     send(shop, 3, hours=2)
     send(shop, 1, hours=0.625)
-    wait_for(lambda: browser.json("/now")["total"] == 4, "the counts")
-    for path in ("/waiting", "/health", "/work", "/waiting/all"):
+    wait_for(lambda: browser.json("/levels")["total"] == 4, "the counts")
+    for path in ("/now", "/waiting", "/health", "/work", "/waiting/all"):
         browser.get(path)
-    told = browser.json("/now", horizon="day")
+    told = browser.json("/levels")
     digits = [each for level in told["levels"] for each in level["digits"]]
     held = {each["queue"]: each["messages"] for each in digits if each["messages"]}
     assert held == {"hours.2": 3, "parts.5": 1}
-    due = {each["name"]: each for each in told["due"]["horizons"]}
-    assert [due[each]["tracked"] for each in ("minute", "hour", "day", "year")] == [0, 1, 4, 4]
-    assert [due[each]["all_at_least"] for each in ("minute", "hour", "day")] == [0, 1, 4]
-    steps = [each["tracked"] for each in told["due"]["steps"]]
-    assert (len(steps), steps[0], sum(steps)) == (24, 1, 4)
+    assert 0 < told["due_within"] <= 0.75 * HOUR
 
-    an_hour_later = time.time_ns() + HOUR * 10**9
-    monkeypatch.setattr(wall_clock, "source", lambda: an_hour_later)
-    told = Browser(application(shop)).json("/now")["due"]
-    totals = {each["name"]: each["tracked"] for each in told["horizons"]}
-    assert (told["overdue"], totals["hour"], totals["day"]) == (1, 3, 3)
+
+def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let the page believe that it is so many seconds later."""
+    then = time.time_ns() + int(seconds * 10**9)
+    monkeypatch.setattr(wall_clock, "source", lambda: then)
+
+
+def test_now_says_what_waits_by_task_and_queue_and_when_it_is_due(
+    shop: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = named(shop, "default")
+    send(shop, 2, hours=2)
+    send(shop, 1, hours=0.625)
+    (cancelled, _) = send(shop, 2, hours=2)
+    shop.rabbitdelay.cancel(cancelled)
+    wait_for(lambda: browser.json("/now")["total"] == 5, "the counts")
+    told = browser.json("/now", horizon="day")
+    assert (told["waiting"], told["in_an_hour"], told["due_at_least"]) == (4, 1, 5)
+    for row in (*told["tasks"], *told["queues"]):
+        counts = {name: row[name] for name in ("waiting", "in_an_hour", "cancelled")}
+        assert counts == {"waiting": 4, "in_an_hour": 1, "cancelled": 1}
+        assert row["next_due"] == told["next_due"]
+    assert [each["name"] for each in told["queues"]] == [queue]
+    (series,) = told["due"]["series"]
+    assert (series["name"], sum(series["counts"])) == ("look", 4)
+    assert len(series["counts"]) == len(told["due"]["edges"]) - 1
+    by_queue = browser.json("/now", horizon="minute", by="queue")["due"]
+    assert by_queue["series"] == []
+
+    later(monkeypatch, HOUR)
+    other = Browser(application(shop))
+    told = other.json("/now")
+    assert [told["tasks"][0][each] for each in ("waiting", "overdue", "held")] == [4, 1, 0]
+    assert "1 task is overdue:" in [each["words"] for each in told["problems"]]
+    shown = read(other.get("/now").text).text
+    assert "1 task is overdue: look" in " ".join(shown.split())
+
+
+def test_what_a_pause_or_an_open_job_holds_is_not_called_overdue(
+    shop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays, job, queue = shop.rabbitdelay, f"import-{uuid4().hex}", named(shop, "default")
+    delays.open_job(job, expires=9 * HOUR)
+    send(shop, 2, job=job)
+    send(shop, 1)
+    later(monkeypatch, 3 * HOUR)
+
+    def counts() -> tuple[int, int, list[str]]:
+        told = Browser(application(shop)).json("/now")
+        (row,) = told["tasks"]
+        of_tasks = [each for each in told["problems"] if each["page"] in ("waiting", "jobs")]
+        return (
+            row["overdue"],
+            row["held"],
+            [f"{each['words']} {each['about']}" for each in of_tasks],
+        )
+
+    waits, overdue = f"2 tasks wait for their job: {job}", "1 task is overdue: look"
+    assert counts() == (1, 2, [overdue, waits])
+    for name, value in (("queue", queue), ("task", "look")):
+        delays.pause(**{name: value})
+        assert counts() == (0, 3, [f"3 tasks are held: paused {name} {value}"])
+        delays.resume(**{name: value})
+    delays.abort_job(job)
+    assert counts()[:2] == (3, 0)
 
 
 def test_the_queue_of_an_overdue_task_is_asked_for_once_however_many_look(
@@ -494,24 +550,34 @@ def test_without_a_registry_the_page_counts_and_says_what_else_it_needs(
     browser = Browser(application(plain))
     answer = browser.get("/waiting")
     assert (answer.status_code, "rabbitdelay_registry_url" in answer.text) == (503, True)
-    assert browser.json("/now")["due"]["has_registry"] is False
+    told = browser.json("/now")
+    assert (told["has_registry"], told["tasks"]) == (False, [])
+    assert "rabbitdelay_registry_url" in browser.get("/now").text
     plain.close()
 
 
-def test_now_says_how_many_messages_enter_the_levels_as_the_management_api_counts_them(
+def test_now_says_how_many_messages_were_sent_a_minute_as_the_management_api_counts_them(
     shop: Any, session_rabbitmq: RabbitMQServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(now, "ENTERING_PERIOD", 0.0)
+    monkeypatch.setattr(now, "SENT_PERIOD", 0.0)
+    monkeypatch.setattr(now, "SENT", (60, 5))
     browser = Browser(application(shop, management=session_rabbitmq.management_url))
+    send(shop, 10)
 
-    def rate() -> float:
-        told = browser.json("/now")["entering"]
-        assert told["error"] is None
-        return told["rate"] or 0.0
+    def sent() -> float:
+        told = browser.json("/now")["last_hour"]
+        assert told["sent_error"] is None
+        return float(sum(number for _, number in told["sent"])) / 12
 
-    wait_for(lambda: send(shop, 10) and rate() > 1, "the rate", PATIENCE)
-    # The levels keep what has entered: only what a client publishes counts.
-    wait_for(lambda: rate() == 0, "the end", PATIENCE)
+    wait_for(lambda: sent() >= 10, "what was sent", PATIENCE)
+
+
+def test_without_the_management_api_now_says_so_in_one_hint(shop: Any) -> None:
+    browser = Browser(application(shop, management="http://guest:guest@127.0.0.1:1"))
+    wait_for(lambda: browser.json("/now")["last_hour"]["sent_error"], "the error", PATIENCE)
+    page = read(browser.get("/now").text).text
+    assert "How many were sent is not known here" in page
+    assert "refused" not in page
 
 
 def test_no_page_has_a_password(shop: Any) -> None:

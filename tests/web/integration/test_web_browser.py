@@ -75,7 +75,7 @@ def signed_in(open_tab: Callable[..., Tab], page: ServedPage) -> Tab:
     tab = open_tab(page, OPERATOR)
     tab.go("/now")
     sign_in(tab)
-    tab.see("What falls due")
+    tab.see("What waits")
     tab.complaints(UNKNOWN)
     return tab
 
@@ -198,11 +198,11 @@ def test_an_open_page_shows_that_the_broker_and_redis_are_away_and_comes_back(
     task_id = send(shop)[0]
     with ServedPage({**configuration, **settings}) as page:
         tab, acting = signed_in(open_tab, page), open_tab(page, "acting")
-        tab.see("1 messages wait in the levels")
+        tab.see("1 task waits", "1 message in the levels")
         tab.run("window.isTheSamePage = true")
         private_rabbitmq.kill()
         try:
-            tab.see("The broker cannot be asked", "1 messages wait in the levels")
+            tab.see("The broker cannot be asked", "1 message in the levels")
             assert "guest:" not in tab.text
         finally:
             private_rabbitmq.start()
@@ -215,7 +215,7 @@ def test_an_open_page_shows_that_the_broker_and_redis_are_away_and_comes_back(
             client.save()
         redis.kill()
         try:
-            tab.see("Redis cannot be asked", "messages wait in the levels")
+            tab.see("Redis cannot be asked", "1 message in the levels")
             acting.press("Cancel…")
             acting.see("Redis cannot be asked")
         finally:
@@ -282,7 +282,7 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
 
     tab.go("/now")
     sign_in(tab)
-    tab.see("What falls due")
+    tab.see("What waits")
     with Worker(served.configuration, [], "-n", HOSTILE_WORKER):
         tab.go("/workers")
         tab.see("onerror='window.hacked = 5'")

@@ -1,0 +1,54 @@
+"""The page Levels: how many messages wait in each digit, and in the queues of the modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from celery_rabbitdelay.web.asked import Asked
+from celery_rabbitdelay.web.site import Glance, Site
+
+
+def levels(asked: Asked) -> dict[str, object]:
+    """Return the messages of each level, digit by digit, and of the modules, and their rates."""
+    topology, reading = asked.site.delays.topology, asked.site.queues()
+    told: dict[str, object] = {
+        "prefix": topology.prefix,
+        "layout": topology.layout.name,
+        "taken": reading.taken,
+        "broker_error": reading.error,
+    }
+    if reading.value is None:
+        return {**told, "levels": [], "others": [], "total": None, "due_within": None}
+    status, rates = reading.value
+    within_ms = status.due_within_ms
+    return {
+        **told,
+        "levels": list(_levels(asked.site, reading.value)),
+        "total": sum(status.backlog.levels.values()),
+        "due_within": None if within_ms is None else within_ms / 1000,
+        "others": [
+            {"name": name, **counts._asdict(), "rate": rates.get(name)}
+            for name, counts in status.backlog.others.items()
+        ],
+    }
+
+
+def _levels(site: Site, glance: Glance) -> Iterator[dict[str, object]]:
+    """Yield each level with its digits, the highest first."""
+    backlog = glance.status.backlog
+    for level in site.delays.topology.layout.levels:
+        digits = backlog.digits[level.name].items()
+        yield {
+            "name": level.name,
+            "unit": level.unit,
+            "messages": backlog.levels[level.name],
+            "rate": glance.rates.get(level.name),
+            "digits": [
+                {
+                    "queue": level.queue_name(digit),
+                    "count": digit * level.multiple,
+                    "messages": each,
+                }
+                for digit, each in digits
+            ],
+        }

@@ -1,0 +1,178 @@
+"""Whether all is well: what is wrong, the most severe first, each with its way out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any, Final, NamedTuple, get_args
+
+from celery_rabbitdelay.levels.topology import PROBE
+from celery_rabbitdelay.metrics.reading import Reading
+from celery_rabbitdelay.operations.verify import Severity, Verification, blocked
+from celery_rabbitdelay.publishing.declaration import Backlog
+from celery_rabbitdelay.registry.pauses import Paused
+from celery_rabbitdelay.web import shown
+from celery_rabbitdelay.web.query import Term
+from celery_rabbitdelay.web.site import Glance
+
+#: Seconds after its time until it is said that a probe is late.
+LATE: Final = 10.0
+
+#: The codes of findings that are known at once, and without the management API.
+KNOWN_AT_ONCE: Final = ("publishers-blocked", "missing", "registry-unavailable")
+
+
+class Problem(NamedTuple):
+    """Something that is wrong, or that holds tasks back.
+
+    Attributes:
+        severity: How bad it is, as in ``verify``.
+        words: What it is; or its beginning, if something follows.
+        about: What is concerned, a text that anybody may have written; empty for nothing.
+        rest: The rest of the sentence.
+        page: The page where one sees to it.
+        fields: The query of its address.
+        shape: The shape that stands for it.
+    """
+
+    severity: Severity
+    words: str
+    about: str = ""
+    rest: str = ""
+    page: str = "health"
+    fields: str = ""
+    shape: str = "overdue"
+
+
+class Due(NamedTuple):
+    """What of the tracked tasks is due and has not arrived.
+
+    Attributes:
+        overdue: How many tasks of each name should have arrived, and nothing holds them.
+        first: When the first of these was due; None if there is none.
+        paused: How many tasks each pause holds.
+        jobs: How many wait for the commit of each job, by its name.
+    """
+
+    overdue: Counter[str]
+    first: datetime | None
+    paused: Mapping[Paused, int]
+    jobs: Counter[str]
+
+
+def things(count: int, one: str, many: str = "") -> str:
+    """Return how many there are of something: ``1 queue``, ``1,200 queues``."""
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+
+
+def problems(
+    queues: Reading[Glance],
+    workers: Reading[Glance],
+    registry_error: str | None,
+    due: Due,
+    found: Verification | None,
+) -> list[Problem]:
+    """Return what is wrong, the most severe first.
+
+    Args:
+        queues: A look at the queues.
+        workers: A look at the workers.
+        registry_error: Why Redis cannot be asked.
+        due: What is due and has not arrived.
+        found: What ``verify`` has found; None if that is not known.
+    """
+    all_of_them = [
+        *_of_servers(queues, registry_error),
+        *_of_workers(queues, workers),
+        *_of_tasks(due),
+        *_of_findings(found),
+    ]
+    return sorted(all_of_them, key=lambda each: get_args(Severity).index(each.severity))
+
+
+def _of_servers(queues: Reading[Glance], registry_error: str | None) -> Iterator[Problem]:
+    if queues.error is not None:
+        since = "" if queues.taken is None else f"; the figures are of {shown.left(queues.taken)}"
+        yield Problem("danger", f"The broker cannot be asked{since}", queues.error)
+    if registry_error is not None:
+        yield Problem("danger", "Redis cannot be asked", registry_error)
+    if queues.value is None:
+        return
+    status, backlog = queues.value.status, queues.value.status.backlog
+    if status.is_blocked:
+        yield Problem("danger", f"{blocked().what[0].upper()}{blocked().what[1:]}")
+    if backlog.missing:
+        words = things(len(backlog.missing), "queue is missing", "queues are missing")
+        yield Problem("danger", words, backlog.missing[0])
+    yield from _of_backlog(backlog)
+
+
+def _of_backlog(backlog: Backlog) -> Iterator[Problem]:
+    undeliverable = backlog.others.get("undeliverable")
+    if undeliverable is not None and undeliverable.messages:
+        words = things(undeliverable.messages, "message is", "messages are")
+        yield Problem("warning", f"{words} undeliverable", page="undeliverable", shape="failed")
+
+
+def _of_workers(queues: Reading[Glance], workers: Reading[Glance]) -> Iterator[Problem]:
+    if workers.error is not None and queues.error is None:
+        yield Problem("danger", "The workers cannot be asked", workers.error)
+    if workers.value is None or queues.error is not None:
+        return
+    answers = workers.value.status.workers
+    backlog = None if queues.value is None else queues.value.status.backlog
+    distribution = None if backlog is None else backlog.others.get("distribution")
+    if not answers:
+        yield Problem("danger", "No worker answers", page="workers")
+    elif distribution is not None and not distribution.consumers:
+        words = "No worker serves distribution: tasks that are due stand still"
+        yield Problem("danger", words, page="workers")
+    for name, answer in sorted(answers.items()):
+        if "error" in answer:
+            yield Problem("warning", "A worker cannot tell how it is", name, "workers")
+    yield from _of_probes(answers.values())
+
+
+def _of_probes(answers: Iterable[Mapping[str, Any]]) -> Iterator[Problem]:
+    late = {
+        level: seconds
+        for answer in answers
+        for level, seconds in ((answer.get(PROBE) or {}).get("late") or {}).items()
+        if seconds > LATE
+    }
+    if late:
+        level, seconds = max(late.items(), key=lambda each: each[1])
+        words = f"A probe is missing or late by {shown.brief(seconds)}"
+        yield Problem("danger", words, level, "levels")
+
+
+def _of_tasks(due: Due) -> Iterator[Problem]:
+    if due.overdue:
+        since = "" if due.first is None else f"; the first was due {shown.left(due.first)}"
+        words = things(due.overdue.total(), "task is overdue:", "tasks are overdue:")
+        yield Problem("danger", words, *_first(due.overdue, since), "waiting", "q=state:overdue")
+    for each, count in due.paused.items():
+        kind, name = ("task", each.task) if each.task is not None else ("queue", each.queue)
+        held = things(count, "task is held", "tasks are held")
+        ends = "" if each.until is None else f", resumes {shown.left(each.until)}"
+        rest = f"; paused {shown.left(each.since)}{ends}"
+        fields = f"q={shown.quoted(str(Term.of(kind, name or '')))}"
+        words = f"{held}: paused {kind}"
+        yield Problem("warning", words, name or "", rest, "waiting", fields, "held")
+    if due.jobs:
+        words = things(due.jobs.total(), "task waits for its job:", "tasks wait for their job:")
+        yield Problem("warning", words, *_first(due.jobs), "jobs", shape="job-open")
+
+
+def _first(counts: Counter[str], rest: str = "") -> tuple[str, str]:
+    """Return the name that has the most, and how many others there are."""
+    others = len(counts) - 1
+    return counts.most_common(1)[0][0], f"{f'and {others:,} more' if others else ''}{rest}"
+
+
+def _of_findings(found: Verification | None) -> Iterator[Problem]:
+    for each in () if found is None else found.findings:
+        if each.severity != "note" and each.code not in KNOWN_AT_ONCE:
+            subjects = ", ".join(each.subjects[:3])
+            yield Problem(each.severity, f"{each.what[0].upper()}{each.what[1:]}", subjects)

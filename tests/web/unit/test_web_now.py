@@ -1,0 +1,182 @@
+"""What Now makes of the answers of the registry, the workers and the broker."""
+
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from celery_rabbitdelay.app.control import ARRIVALS
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.topology import PROBE
+from celery_rabbitdelay.metrics.reading import Reading
+from celery_rabbitdelay.operations.status import Status
+from celery_rabbitdelay.operations.verify import Finding, Verification
+from celery_rabbitdelay.publishing.declaration import Backlog
+from celery_rabbitdelay.publishing.kombu_internals import Counts
+from celery_rabbitdelay.registry.index import Kind, KindCounts
+from celery_rabbitdelay.registry.pauses import Paused
+from celery_rabbitdelay.web import now
+from celery_rabbitdelay.web.now import Waits
+from celery_rabbitdelay.web.problems import Due, Problem, problems
+from celery_rabbitdelay.web.site import Glance
+
+START = datetime(2030, 1, 31, 9, tzinfo=UTC)
+EDGES = [START + timedelta(minutes=each) for each in range(3)]
+
+MAIL, EXPORT = Kind("mail.send", "mail"), Kind("export", "")
+
+
+def waits(*kinds: KindCounts, **more: Any) -> Waits:
+    due = Due(Counter(), None, {}, Counter())
+    return Waits(EDGES, [*kinds], 0, Counter(), Counter(), due)._replace(**more)
+
+
+def test_a_row_adds_up_the_kinds_of_its_name() -> None:
+    found = waits(
+        KindCounts(MAIL, 10, 7_000, 2, [3, 7, 4, 5]),
+        KindCounts(MAIL._replace(queue="bulk"), 5, 5_000, 1, [0, 1, 0, 1]),
+        KindCounts(EXPORT, 20, None, 0, [20, 20, 20, 20]),
+        held=Counter({MAIL: 1}),
+        overdue=Counter({MAIL: 2}),
+    )
+    export, mail = now._rows(found, "task", {"export": "≤ 1 s"})
+    assert (export.name, export.waiting, export.next_due, export.late) == (
+        "export",
+        20,
+        None,
+        "≤ 1 s",
+    )
+    assert mail == ("mail.send", 15, datetime.fromtimestamp(5, UTC), 5, 2, 1, 3, "")
+    assert [each.name for each in now._rows(found, "queue", {})] == ["", "mail", "bulk"]
+
+
+def test_a_histogram_has_the_largest_series_and_one_of_all_others() -> None:
+    kinds = [
+        KindCounts(Kind(f"task {each}"), 99, None, 0, [1, 90, 1 + each, 1 + 2 * each])
+        for each in range(10)
+    ]
+    found = now._due(waits(*kinds), "task")
+    assert found["edges"] == EDGES
+    series: Any = found["series"]
+    *largest, others = series
+    assert [each["name"] for each in largest] == [f"task {each}" for each in (9, 8, 7, 6, 5)]
+    assert largest[0]["counts"] == [9, 9]
+    assert others == {"name": None, "counts": [0 + 1 + 2 + 3 + 4] * 2}
+
+
+def test_how_late_tasks_come_is_added_up_over_the_workers() -> None:
+    bounds = [0.5, 1, 60, 300]
+
+    def answer(**late: list[int]) -> dict[str, Any]:
+        return {ARRIVALS: {"late_by_task": late, "late_bounds": bounds}}
+
+    answers: list[dict[str, Any]] = [
+        answer(mail=[50, 0, 0, 0, 0], export=[0, 0, 0, 0, 1], slow=[0, 0, 0, 9, 0]),
+        answer(mail=[48, 2, 0, 0, 0]),
+        {ARRIVALS: {"received": 1}},
+        {"error": "unknown command"},
+    ]
+    expected = {"mail": "≤ 1 s", "export": "> 5 min", "slow": "≤ 5 min"}
+    assert now.late_by_task(answers) == expected
+    assert now.late_by_task([]) == {}
+
+
+def test_the_minutes_of_workers_are_put_in_order_and_missing_ones_are_empty() -> None:
+    answers: list[dict[str, Any]] = [
+        {ARRIVALS: {"received_by_minute": [1, 2, 3], "by_minute": [None, 0.5, 1]}},
+        {ARRIVALS: {"received_by_minute": [10], "by_minute": [7]}},
+        {"error": "unknown command"},
+    ]
+    received = [sum(each) for each in now._by_minute(answers, "received_by_minute")]
+    assert (len(received), received[-4:]) == (now.MINUTES, [0, 3, 2, 11])
+    assert now._by_minute(answers, "by_minute")[-3:] == [[1], [0.5], [7]]
+
+
+def look(**more: Any) -> Reading[Glance]:
+    """Return a look at queues and workers: all is well unless it says otherwise."""
+    others = {"distribution": Counts(0, 2), "undeliverable": Counts(0, 0)}
+    status = Status(0.0, Backlog({}, {}, others, ()), {"shop@a": {}})
+    return Reading(Glance(status._replace(**more), {}), wall_clock.now())
+
+
+NOTHING_DUE = Due(Counter(), None, {}, Counter())
+
+
+def words(
+    queues: Reading[Glance] | None = None,
+    workers: Reading[Glance] | None = None,
+    due: Due = NOTHING_DUE,
+    registry_error: str | None = None,
+    found: Verification | None = None,
+) -> list[tuple[str, str, str]]:
+    """Return the severity, the words and what is concerned."""
+    told = problems(queues or look(), workers or look(), registry_error, due, found)
+    assert all(isinstance(each, Problem) for each in told)
+    return [(each.severity, each.words, each.about) for each in told]
+
+
+def test_nothing_is_wrong_if_all_answer_and_nothing_is_due() -> None:
+    assert words() == []
+
+
+def test_what_servers_and_workers_say_is_known_without_the_management_api() -> None:
+    lost = Backlog(
+        {},
+        {},
+        others={"distribution": Counts(4, 0), "undeliverable": Counts(1, 0)},
+        missing=("q.1", "q.2"),
+    )
+    (unreachable, *_) = words(Reading(error="refused"), Reading(error="refused"))
+    assert unreachable == ("danger", "The broker cannot be asked", "refused")
+    assert words(look(backlog=lost)) == [
+        ("danger", "2 queues are missing", "q.1"),
+        ("danger", "No worker serves distribution: tasks that are due stand still", ""),
+        ("warning", "1 message is undeliverable", ""),
+    ]
+    ((_, blocked, _),) = words(look(is_blocked=True))
+    assert blocked.startswith("RabbitMQ blocks publishers")
+    assert words(registry_error="away") == [("danger", "Redis cannot be asked", "away")]
+    assert words(workers=look(workers={})) == [("danger", "No worker answers", "")]
+    assert words(workers=Reading(error="no reply")) == [
+        ("danger", "The workers cannot be asked", "no reply")
+    ]
+    probes = {"late": {"hours": 75.0, "days": 0.2}, "missing": {}}
+    assert words(workers=look(workers={"a": {PROBE: probes}, "b": {"error": "?"}})) == [
+        ("danger", "A probe is missing or late by 1 min 15 s", "hours"),
+        ("warning", "A worker cannot tell how it is", "b"),
+    ]
+
+
+def test_tasks_that_are_due_are_named_with_what_holds_them() -> None:
+    since = wall_clock.now() - timedelta(minutes=3)
+    pauses = {
+        Paused("mail.send", None, since): 1,
+        Paused(None, "bulk", since, since + timedelta(hours=1)): 0,
+    }
+    due = Due(Counter({"export": 2, "mail.send": 1}), since, pauses, Counter({"import": 4}))
+    found = problems(look(), look(), None, due, None)
+    sentences = [
+        f"{each.words} {each.about} {each.rest}".replace(" ;", ";").strip() for each in found
+    ]
+    assert sentences == [
+        "3 tasks are overdue: export and 1 more; the first was due 3 min ago",
+        "1 task is held: paused task mail.send; paused 3 min ago",
+        "0 tasks are held: paused queue bulk; paused 3 min ago, resumes in 57 min",
+        "4 tasks wait for their job: import",
+    ]
+    assert [each.page for each in found] == ["waiting", "waiting", "waiting", "jobs"]
+    assert [each.fields for each in found] == [
+        "q=state:overdue",
+        "q=task%3Amail.send",
+        "q=queue%3Abulk",
+        "",
+    ]
+
+
+def test_findings_are_told_unless_they_are_notes_or_known_at_once() -> None:
+    def finding(severity: str, code: str) -> Finding:
+        return Finding(severity, code, ("a", "b"), "it is wrong", "so", "mend it")  # type: ignore[arg-type]
+
+    found = Verification(
+        "4.0", (finding("danger", "missing"), finding("warning", "policy"), finding("note", "x"))
+    )
+    assert words(found=found) == [("warning", "It is wrong", "a, b")]
