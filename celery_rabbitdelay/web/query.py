@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta, tzinfo
 from functools import partial
@@ -39,18 +39,13 @@ MOST_TERMS: Final = 50
 #: How many completions are proposed at most.
 MOST_COMPLETIONS: Final = 30
 
-#: The text that the terms of a name are compared with.
-_TEXTS: Final[Mapping[str, Callable[[Pending], str | None]]] = {
-    name: attrgetter("task_id" if name == "id" else name)
-    for name in ("task", "queue", "key", "job", "id")
-}
+#: The names of terms that look for a text.
+_OF_TEXT: Final = ("task", "queue", "key", "job", "id")
 
 #: One term: characters, any of them behind a backslash, and quoted texts.
 _TERM: Final = re.compile(r'(?:\\.?|"(?:\\.|[^"\\])*(?:"|\\?\Z)|[^\s"\\])+', re.DOTALL)
 _NAMED: Final = re.compile(r"([A-Za-z]+):(.*)", re.DOTALL)
-_CHARACTER: Final = re.compile(
-    r"\\(u[0-9a-f]{4}|U00(?:10|0[0-9a-f])[0-9a-f]{4}|.)|([^\\])", re.DOTALL
-)
+_CHARACTER: Final = re.compile(r"\\u\{(10[0-9a-f]{4}|[0-9a-f]{1,5})\}|\\(.)|([^\\])", re.DOTALL)
 
 #: The days that have a name.
 _DAYS: Final = {"yesterday": -1, "today": 0, "tomorrow": 1}
@@ -61,36 +56,47 @@ _MINUTE, _DAY = timedelta(minutes=1), timedelta(days=1)
 class Term(NamedTuple):
     r"""A term of a search.
 
+    A ``*`` stands for any text. A backslash stands before a ``*``, a quotation mark and a backslash
+    that mean themselves, and what is not printed is written as ``\u{202e}``.
+
     Attributes:
         name: Its name, one of :data:`NAMES`; empty for a word.
-        value: What it looks for: ``*`` is any text. A backslash stands before a ``*``, a quotation
-            mark and a backslash that mean themselves; what is not printed stands as ``\u202e``.
+        parts: The texts between its wildcards; without any, the text that it looks for.
     """
 
     name: str
-    value: str
+    parts: tuple[str, ...]
 
     @classmethod
     def of(cls, name: str, text: str) -> Self:
         """Return the term that looks for just this text."""
-        return cls(name, "".join(map(_escaped, text)))
+        return cls(name, (text,))
+
+    @classmethod
+    def read(cls, written: str) -> Self:
+        """Read a term.
+
+        Raises:
+            Wrong: It has a name and nothing else.
+        """
+        name, parts = _name_of(written), [""]
+        if name and len(written) == len(name) + 1:
+            raise Wrong(written, NAMES[name])
+        value = written[len(name) + 1 :] if name else written
+        for code, escaped, plain in _CHARACTER.findall(value):
+            if plain == "*":
+                parts.append("")
+            elif plain != '"':
+                parts[-1] += chr(int(code, 16)) if code else escaped or plain
+        return cls(name, tuple(parts))
 
     def __str__(self) -> str:
-        value = f'"{self.value}"' if " " in self.value or not self.value else self.value
+        value = "*".join("".join(map(_escaped, each)) for each in self.parts)
+        if " " in value or not value:
+            value = f'"{value}"'
         if self.name:
             return f"{self.name}:{value}"
         return value.replace(":", "\\:", 1) if _name_of(value) else value
-
-    @property
-    def parts(self) -> list[str]:
-        """The texts between its wildcards; without any, the text that it looks for."""
-        parts = [""]
-        for escaped, plain in _CHARACTER.findall(self.value):
-            if plain == "*":
-                parts.append("")
-            else:
-                parts[-1] += _meant(escaped) if escaped else plain
-        return parts
 
 
 class Query(NamedTuple):
@@ -110,10 +116,10 @@ class Query(NamedTuple):
         Raises:
             Wrong: A term takes something else, or there are too many.
         """
-        found = [_term_of(each.group()) for each in _TERM.finditer(text)]
+        found = [Term.read(each.group()) for each in _TERM.finditer(text)]
         if len(found) > MOST_TERMS:
             raise Wrong("q", f"takes at most {MOST_TERMS} terms")
-        return cls(tuple(each for each in found if each.name or each.value))
+        return cls(tuple(each for each in found if each.name or any(each.parts)))
 
     def __str__(self) -> str:
         return " ".join(map(str, self.terms))
@@ -141,10 +147,10 @@ class Query(NamedTuple):
         Raises:
             Wrong: There is no such state.
         """
-        for each in self.named("state"):
-            if each.value not in (*STATES, CANCELLED):
-                raise Wrong(str(each), NAMES["state"])
-        return {each.value for each in self.named("state")}
+        states = {"*".join(each.parts): each for each in self.named("state")}
+        for wrong in states.keys() - {*STATES, CANCELLED}:
+            raise Wrong(str(states[wrong]), NAMES["state"])
+        return {*states}
 
     def span(self, name: str, now: datetime, zone: tzinfo) -> Span:
         """Return the span of time that its terms of a name, ``due`` or ``sent``, look for.
@@ -175,9 +181,10 @@ class Span(NamedTuple):
         ends = [each for each in (self.end, end) if each is not None]
         return Span(max(starts, default=None), min(ends, default=None))
 
-    def has(self, instant_ms: int) -> bool:
-        """Return whether an instant is in it."""
-        return self.cut(instant_ms, instant_ms + 1) == (instant_ms, instant_ms + 1)
+    def has(self, instant: datetime | None) -> bool:
+        """Return whether an instant is in it; one that nobody knows is not."""
+        at_ms = None if instant is None else milliseconds_of(instant)
+        return at_ms is not None and self.cut(at_ms, at_ms + 1) == (at_ms, at_ms + 1)
 
 
 class Known(NamedTuple):
@@ -187,7 +194,6 @@ class Known(NamedTuple):
         now: When.
         zone: The time zone of dates in the search.
         kinds: The kinds of which tasks wait.
-        has_all_kinds: Whether there are no others.
         paused: The names of paused tasks, and of paused queues.
         open_jobs: The jobs that are open.
         arguments: Returns the arguments of a task as far as they may be shown, by its name and its
@@ -197,7 +203,6 @@ class Known(NamedTuple):
     now: datetime
     zone: tzinfo
     kinds: Sequence[Kind] = ()
-    has_all_kinds: bool = True
     paused: tuple[Collection[str | None], Collection[str | None]] = ((), ())
     open_jobs: Collection[str] = ()
     arguments: Callable[[str, str], str | None] | None = None
@@ -228,9 +233,9 @@ def filter_of(query: Query, known: Known) -> Filter:
         due = due.cut(None, now_ms)
     elif states == {"waiting"}:
         due = due.cut(now_ms, None)
-    # Without open jobs, their kinds say which tasks are held.
-    by_kind = is_due and known.has_all_kinds and not known.open_jobs
     kinds = kinds_of(query, known)
+    # Without open jobs, their kinds say which tasks are held.
+    by_kind = is_due and not known.open_jobs
     if by_kind:
         kinds = [
             each for each in kinds if ("held" if known.is_paused(each) else "overdue") in states
@@ -238,53 +243,37 @@ def filter_of(query: Query, known: Known) -> Filter:
     is_of_kinds = by_kind or query.named("task") or query.named("queue")
     texts = {name: query.texts(name) for name in ("job", "key")}
     only = {name: each[0] for name, each in texts.items() if len(each) == 1 and each[0]}
-    indexed = {*only, *(("task", "queue") if known.has_all_kinds else ())}
-    conditions = [*_conditions(query, known, indexed)]
+    names = {*_OF_TEXT} - {"task", "queue", *only}
+    conditions: list[Callable[[Pending], bool]]
+    conditions = [_matcher(query, each) for each in names if query.named(each)]
+    if (sent := query.span("sent", known.now, known.zone)) != (None, None):
+        conditions.append(lambda task: sent.has(task.sent))
     if states and states != {"waiting"} and not by_kind:
         conditions.append(lambda task: _is_in(known.state(task), states))
-    says = _says(query, known)
-    if (by_record := says) is not None and known.arguments is None:
-        conditions.append(lambda task: by_record(task, ""))
-        says = None
-    return Filter(
-        key=only.get("key"),
-        job=only.get("job"),
-        due_after_ms=due.start,
-        due_before_ms=due.end,
-        kinds=frozenset(kinds) if is_of_kinds and known.has_all_kinds else None,
-        where=(lambda task: all(each(task) for each in conditions)) if conditions else None,
-        says=says,
-    )
-
-
-def kinds_of(query: Query, known: Known) -> list[Kind]:
-    """Return the kinds of which tasks wait that a search is about."""
-    of_task, of_queue = (_matcher(query.named(each)) for each in ("task", "queue"))
-    return [each for each in known.kinds if of_task(each.task) and of_queue(each.queue)]
-
-
-def _conditions(
-    query: Query, known: Known, indexed: Collection[str]
-) -> Iterator[Callable[[Pending], bool]]:
-    """Yield what a record has to match; nothing for terms of some names, which an index has."""
-    for name in _TEXTS.keys() - indexed:
-        if terms := query.named(name):
-            yield partial(_takes, _TEXTS[name], _matcher(terms))
-    sent = query.span("sent", known.now, known.zone)
-    if sent != (None, None):
-        yield lambda task: task.sent is not None and sent.has(milliseconds_of(task.sent))
-
-
-def _says(query: Query, known: Known) -> Callable[[Pending, str], bool] | None:
-    """Return what says whether all words are in a task's key, id or arguments; None: no words."""
-    words = [["", *(part.lower() for part in each.parts), ""] for each in query.named("")]
+    words = [("", *(part.lower() for part in each.parts), "") for each in query.named("")]
 
     def says(task: Pending, message: str) -> bool:
         arguments = known.arguments and known.arguments(task.task, message)
         texts = [(each or "").lower() for each in (task.key, task.task_id, arguments)]
         return all(any(_fits(word, text) for text in texts) for word in words)
 
-    return says if words else None
+    if words and known.arguments is None:
+        conditions.append(partial(says, message=""))
+    return Filter(
+        key=only.get("key"),
+        job=only.get("job"),
+        due_after_ms=due.start,
+        due_before_ms=due.end,
+        kinds=frozenset(kinds) if is_of_kinds else None,
+        where=(lambda task: all(each(task) for each in conditions)) if conditions else None,
+        says=says if words and known.arguments else None,
+    )
+
+
+def kinds_of(query: Query, known: Known) -> list[Kind]:
+    """Return the kinds of which tasks wait that a search is about."""
+    of_task, of_queue = _matcher(query, "task"), _matcher(query, "queue")
+    return [each for each in known.kinds if of_task(each) and of_queue(each)]
 
 
 def completions(text: str, values: Mapping[str, Sequence[str]]) -> list[str]:
@@ -308,14 +297,6 @@ def completions(text: str, values: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"{before}{each}" for each in (*names, *terms)[:MOST_COMPLETIONS]]
 
 
-def _term_of(written: str) -> Term:
-    name = _name_of(written)
-    if name and len(written) == len(name) + 1:
-        raise Wrong(written, NAMES[name])
-    value = written[len(name) + 1 :] if name else written
-    return Term(name, "".join(_characters(value)))
-
-
 def _name_of(written: str) -> str:
     """Return the name of a term that is written; empty for a word."""
     found = _NAMED.fullmatch(written)
@@ -323,32 +304,17 @@ def _name_of(written: str) -> str:
     return name if name in NAMES else ""
 
 
-def _characters(value: str) -> Iterator[str]:
-    for escaped, plain in _CHARACTER.findall(value):
-        if plain == "*":
-            yield plain
-        elif plain != '"':
-            yield _escaped(_meant(escaped) if escaped else plain)
-
-
 def _escaped(character: str) -> str:
     if character in '\\*"':
         return f"\\{character}"
-    if character.isprintable():
-        return character
-    number = ord(character)
-    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+    return character if character.isprintable() else f"\\u{{{ord(character):x}}}"
 
 
-def _meant(escaped: str) -> str:
-    """Return the character that is meant by what stands behind a backslash."""
-    return escaped if len(escaped) == 1 else chr(int(escaped[1:], 16))
-
-
-def _matcher(terms: Sequence[Term]) -> Callable[[str | None], bool]:
-    """Return what says whether a text matches one of some terms; any text if there are none."""
-    patterns = [each.parts for each in terms]
-    return lambda text: not patterns or any(_fits(each, text or "") for each in patterns)
+def _matcher(query: Query, name: str) -> Callable[[Pending | Kind], bool]:
+    """Return what says whether a task, or a kind, matches one of the terms of a name, if any."""
+    patterns = [each.parts for each in query.named(name)]
+    text_of = attrgetter("task_id" if name == "id" else name)
+    return lambda each: not patterns or any(_fits(one, text_of(each) or "") for one in patterns)
 
 
 def _fits(parts: Sequence[str], text: str) -> bool:
@@ -365,12 +331,6 @@ def _fits(parts: Sequence[str], text: str) -> bool:
             return False
         at = found + len(each)
     return True
-
-
-def _takes(
-    text_of: Callable[[Pending], str | None], takes: Callable[[str | None], bool], task: Pending
-) -> bool:
-    return takes(text_of(task))
 
 
 def _is_in(state: str, states: Collection[str]) -> bool:
@@ -407,8 +367,6 @@ def _span_of(term: Term, now: datetime, zone: tzinfo) -> Span:
     try:
         if dots:
             start, end = read(first)[0] if first else None, read(last)[1] if last else None
-            if start and end and is_ago and start > end:
-                start, end = end, start
         else:
             start, end = read(text[1:] if sign in "<>" else text)
             if sign in "<>" or start == end:

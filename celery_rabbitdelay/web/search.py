@@ -15,7 +15,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.registry.decision import Outcome
-from celery_rabbitdelay.registry.index import Filter, Kind, KindCounts, Pending, Summary
+from celery_rabbitdelay.registry.index import ALL_KINDS, Filter, Kind, KindCounts, Pending, Summary
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.pauses import LATEST_MS
 from celery_rabbitdelay.registry.record import Said, record_of
@@ -127,7 +127,7 @@ class Search:
         now_ms = milliseconds_of(now)
         due = [each for each in query.span("due", now, asked.site.app.timezone) if each is not None]
         instants = [now_ms, *(now_ms + each for each in SOON.values()), *due]
-        summary = registry.index.summary(instants)
+        summary = registry.index.summary(instants, ALL_KINDS)
         known = _known(asked, now, summary)
         wanted = filter_of(query, known)
         ids = query.texts("id") or None
@@ -244,13 +244,12 @@ def _known(asked: Asked, now: datetime, summary: Summary) -> Known:
     """Return what the search of a request is compared with."""
     delays, options = asked.with_registry, asked.site.options
     registry, paused = delays.registry, delays.paused()
-    is_due = any(each.before[0] for each in summary.kinds) or summary.left_out
+    is_due = any(each.before[0] for each in summary.kinds)
     jobs = registry.jobs.all(registry.now_ms(), MOST_JOBS) if is_due else []
     return Known(
         now,
         asked.site.app.timezone,
         [each.kind for each in summary.kinds],
-        not summary.left_out,
         ({each.task for each in paused}, {each.queue for each in paused}),
         {each.name for each in jobs if each.state is JobState.OPEN},
         partial(arguments, options) if options.shows_arguments else None,

@@ -53,7 +53,7 @@ def test_a_search_of_any_texts_is_written_and_read_again(terms: list[tuple[str, 
     assert Query.of(str(query)) == query
     assert str(query).isprintable()
     for term, text in zip(query.terms, [text for name, text in terms if name or text], strict=True):
-        assert term.parts == [text]
+        assert term.parts == (text,)
 
 
 @given(st.text(st.characters() | st.sampled_from('*"\\: \n'), max_size=60))
@@ -67,11 +67,10 @@ def test_whatever_one_types_is_read_or_refused_and_stays_as_it_is(text: str) -> 
 
 @given(TEXTS, TEXTS, TEXTS)
 def test_a_wildcard_stands_for_any_text(before: str, between: str, after: str) -> None:
-    start, end = (Term.of("key", each).value for each in (before, after))
-    keyed = task(key=before + between + after)
-    assert found(str(Term("key", f"{start}*{end}")), [keyed]) == ["a1"]
+    keyed, term = task(key=before + between + after), Term("key", (before, after))
+    assert found(str(term), [keyed]) == ["a1"]
     if before + after:
-        assert found(str(Term("key", f"{start}*{end}")), [task(key="")]) == []
+        assert found(str(term), [task(key="")]) == []
 
 
 @pytest.mark.parametrize(
@@ -109,8 +108,7 @@ def test_a_search_finds_tasks(text: str, ids: str) -> None:
         task(task_id="d", task="mail", job="import-8", queue="", due=NOW - timedelta(hours=1),
              sent=NOW - timedelta(hours=1)),
     ]  # fmt: skip
-    for has_all_kinds in (True, False):
-        assert "".join(found(text, tasks, has_all_kinds=has_all_kinds)) == ids
+    assert "".join(found(text, tasks)) == ids
 
 
 def test_of_what_an_index_has_no_record_is_read() -> None:
@@ -141,17 +139,15 @@ def test_what_is_due_is_held_by_a_pause_or_by_an_open_job_or_overdue() -> None:
         ((), "hq", "", "jo"),
     ):
         known["open_jobs"] = open_jobs
-        for has_all_kinds in (True, False):
-            known["has_all_kinds"] = has_all_kinds
-            for text, ids in (
-                ("state:waiting", "w"),
-                ("state:held", held),
-                ("state:job-open", job_open),
-                ("state:overdue", overdue),
-                ("state:waiting state:overdue", f"w{overdue}"),
-                ("state:cancelled", ""),
-            ):
-                assert "".join(found(text, tasks, **known)) == ids, (text, open_jobs)
+        for text, ids in (
+            ("state:waiting", "w"),
+            ("state:held", held),
+            ("state:job-open", job_open),
+            ("state:overdue", overdue),
+            ("state:waiting state:overdue", f"w{overdue}"),
+            ("state:cancelled", ""),
+        ):
+            assert "".join(found(text, tasks, **known)) == ids, (text, open_jobs)
     assert {Known(NOW, TOKYO).state(each) for each in tasks} <= set(STATES)
 
 
@@ -192,7 +188,6 @@ def _local(text: str) -> int:
         ("due:>1h due:<2h", "2030-02-02T11:30", "2030-02-02T12:30"),
         ("sent:<2h", "2030-02-02T08:30", None),
         ("sent:>2h", None, "2030-02-02T08:30"),
-        ("sent:1h..2h", "2030-02-02T08:30", "2030-02-02T09:30"),
         ("sent:yesterday", "2030-02-01", "2030-02-02"),
         ("sent:<2030-01-31", None, "2030-01-31"),
     ],
