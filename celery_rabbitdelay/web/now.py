@@ -1,18 +1,17 @@
-"""The pages Now, Workers and Health: what the broker, Redis and the workers say at the moment."""
+"""The pages Now and Health: what the broker, Redis and the workers say at the moment."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import accumulate, compress, pairwise, zip_longest
 from typing import Any, Final, NamedTuple, TypeAlias, get_args
 
-from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
+from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations import management
 from celery_rabbitdelay.operations.status import due_at_least
@@ -330,68 +329,6 @@ def _sent(site: Site) -> list[tuple[datetime, float]]:
             for (_, before), (at_ms, count) in pairwise(sorted(told)):
                 sent[at_ms] += max(count - before, 0)
     return [(instant_of(at_ms), count * 60 / step) for at_ms, count in sorted(sent.items())]
-
-
-def _worker(name: str, answer: Answer) -> dict[str, object]:
-    """Return what a worker answers: its error, or its modules, lateness, probes and versions."""
-    arrivals, probe = answer.get(ARRIVALS) or {}, answer.get(PROBE) or {}
-    late, missing = (probe.get("late") or {}).values(), (probe.get("missing") or {}).values()
-    probes = None
-    if late:
-        bounds = {"least": min(late), "most": max(late)}
-        probes = {"routes": len(late), **bounds, "missing": sum(missing)}
-    return {
-        "name": name,
-        "error": answer.get("error"),
-        "modules": sorted(answer.keys() - {ABOUT, ARRIVALS, "error"}),
-        "received": arrivals.get("received"),
-        "latest": arrivals.get("latest"),
-        "probes": probes,
-        "versions": _texts(answer, "versions"),
-        "settings": _texts(answer, "settings"),
-    }
-
-
-def workers(asked: Asked) -> dict[str, object]:
-    """Return the modules and versions of each worker, and the settings that differ."""
-    reading = asked.site.workers()
-    answers = {} if reading.value is None else dict(sorted(reading.value.status.workers.items()))
-    return {
-        "taken": reading.taken,
-        "error": reading.error,
-        "workers": [_worker(name, answer) for name, answer in answers.items()],
-        "differences": [
-            each
-            for kind in ("versions", "settings")
-            for each in differences({name: _texts(answers[name], kind) for name in answers}, kind)
-        ],
-    }
-
-
-def _texts(answer: Answer, kind: str) -> dict[str, str]:
-    """Return the versions or the settings of a worker; of later versions, only what is a text."""
-    about = answer.get(ABOUT)
-    told = about.get(kind) if isinstance(about, Mapping) else None
-    if not isinstance(told, Mapping):
-        return {}
-    return {str(name): value for name, value in told.items() if isinstance(value, str)}
-
-
-def differences(told: Mapping[str, Mapping[str, str]], kind: str) -> Iterator[dict[str, object]]:
-    """Yield each version or setting that is not the same in all workers, with who has which.
-
-    Args:
-        told: What each worker says, by its name; workers that say nothing are left out.
-        kind: What it is: ``versions`` or ``settings``.
-    """
-    for name in sorted({name for each in told.values() for name in each}):
-        by_value: dict[str | None, list[str]] = {}
-        for worker, said in told.items():
-            if said:
-                by_value.setdefault(said.get(name), []).append(worker)
-        if len(by_value) > 1:
-            values = [{"value": value, "workers": names} for value, names in by_value.items()]
-            yield {"kind": kind, "name": name, "values": values}
 
 
 def findings_of(site: Site, patience: float | None = None) -> Reading[Verification]:

@@ -18,6 +18,7 @@ from celery_rabbitdelay.web import (
     task,
     undeliverable,
     waiting,
+    workers,
 )
 from celery_rabbitdelay.web.asked import Asked
 
@@ -87,6 +88,6 @@ PAGES: Final = (
     _action("schedules/trigger", partial(schedules.change, schedules.trigger, "triggered")),
     _action("schedules/end", schedules.end),
     _in_menu("levels", levels.levels, "Levels", "levels", refresh=2),
-    _in_menu("workers", now.workers, "Workers", "workers", refresh=10),
+    _in_menu("workers", workers.workers, "Workers", "workers", refresh=10),
     _in_menu("health", now.health, "Health", "health", refresh=30),
 )
