@@ -13,7 +13,6 @@ from celery_rabbitdelay.operations.verify import Severity, Verification, blocked
 from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.web import shown
-from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import Glance
 
 #: Seconds after its time until it is said that a probe is late.
@@ -157,9 +156,8 @@ def _of_tasks(due: Due) -> Iterator[Problem]:
         held = things(count, "task is held", "tasks are held")
         ends = "" if each.until is None else f", resumes {shown.left(each.until)}"
         rest = f"; paused {shown.left(each.since)}{ends}"
-        fields = f"q={shown.quoted(str(Term.of(kind, name or '')))}"
         words = f"{held}: paused {kind}"
-        yield Problem("warning", words, name or "", rest, "waiting", fields, "held")
+        yield Problem("warning", words, name or "", rest, "pauses", shape="held")
     if due.jobs:
         words = things(due.jobs.total(), "task waits for its job:", "tasks wait for their job:")
         yield Problem("warning", words, *_first(due.jobs), "jobs", shape="job-open")

@@ -28,7 +28,7 @@ from PIL import Image
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.headers import ATTEMPTS, FAILED_SINCE, FIRST_REASON, REASON
+from celery_rabbitdelay.levels.headers import ATTEMPTS, DUE, FAILED_SINCE, FIRST_REASON, REASON
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from celery_rabbitdelay.web import now
 from celery_rabbitdelay.web.options import hash_password
@@ -291,6 +291,7 @@ def lose(app: Any) -> None:
                 }
                 own |= {ATTEMPTS: each + 2, FIRST_REASON: reason}
                 own[FAILED_SINCE] = wall_clock.ms() - (each + 1) * 3_000_000
+                own[DUE] = own[FAILED_SINCE] - 2_000
                 own["argsrepr"] = f"({each + 40_000}, 'Köln')"
                 task_id = id_of(f"{reason} {each}")
                 lost = message("[]", straight("mails", id=task_id, **own))

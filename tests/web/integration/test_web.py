@@ -155,7 +155,9 @@ def test_what_a_pause_or_an_open_job_holds_is_not_called_overdue(
     def counts() -> tuple[int, int, list[str]]:
         told = Browser(application(shop)).json("/now")
         (row,) = told["tasks"]
-        of_tasks = [each for each in told["problems"] if each["page"] in ("waiting", "jobs")]
+        of_tasks = [
+            each for each in told["problems"] if each["page"] in ("waiting", "pauses", "jobs")
+        ]
         return (
             row["overdue"],
             row["held"],

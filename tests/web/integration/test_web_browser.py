@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
@@ -17,7 +18,7 @@ from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
 from celery_rabbitdelay.web import pages
 from celery_rabbitdelay.web.query import Term
-from tests.chromium import Chromium, Tab
+from tests.chromium import PHONE, WIDE, Chromium, Tab
 from tests.kernel.integration.worker import Worker
 from tests.operations.integration.undeliverable_messages import message, put, straight
 from tests.web.integration.page import (
@@ -306,7 +307,8 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
         tab.press("Cancel 1 task")
         tab.see("1 of 1 cancelled")
         assert state(served, text[:50]) == "cancelled"
-    for scheme in ("light", "dark"):
+    for size, scheme in product((WIDE, PHONE), ("light", "dark")):
+        tab.resize(size)
         tab.prefer(scheme)
         for path in (*READ, "/nowhere", "/waiting?limit=none"):
             look(path)
