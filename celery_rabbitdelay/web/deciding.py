@@ -33,7 +33,7 @@ SHOWN: Final = 10
 BACK: Final = ("waiting?", "waiting/task?")
 
 #: The fields of a decision about all that match that are no part of the search.
-NOT_OF_SEARCH: Final = ("token", "action", "sent_before", "by", "until")
+NOT_OF_SEARCH: Final = ("token", "action", "sent_before", "by", "until", "back")
 
 
 def decide(action: str, asked: Asked) -> dict[str, object]:

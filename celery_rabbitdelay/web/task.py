@@ -113,10 +113,10 @@ class Event(NamedTuple):
 
 #: What happens now to a task that waits, by its state; and what will happen next.
 HERE: Final = {
-    "waiting": ("Waits in the levels", "A free worker takes it, and runs it"),
+    "waiting": ("Waits in the levels", "A free worker runs it"),
     "held": ("Held: it is paused", "Returns to its queue when the pause ends"),
     "job-open": ("Held: its job is open", "Runs within ten minutes after the commit of its job"),
-    "overdue": ("Overdue: no worker has taken it", "A free worker takes it, and runs it"),
+    "overdue": ("Overdue: no worker has taken it", "A free worker runs it"),
 }
 
 
@@ -129,9 +129,12 @@ def _history(task: KnownTask, first_due: datetime | None, state: str) -> Iterato
         yield Event("here", None, ENDED.get(TaskState(task.state), "Waits"))
         return
     here, following = HERE[state]
+    # A held task is in one queue; where another one that is due is, its reasons say.
+    names = task.may_be_in if state == "waiting" else {"paused"} if state == "held" else {}
+    where = {name: count for name, count in task.may_be_in.items() if name in names}
     events = [
-        Event("here", None, here, task.may_be_in),
-        Event(_place(task.due), task.due, "Due: it goes to its queue", queue),
+        Event("here", None, here, where),
+        Event(_place(task.due), task.due, "Due", queue),
     ]
     if first_due < task.due:
         words = "First due: a worker puts it back, because it is postponed"
