@@ -23,7 +23,6 @@ from types import FunctionType, NoneType
 from typing import Any, Final
 
 import celery
-from amqp.serialization import dumps
 from celery import signals as celery_signals
 from celery.app import amqp as celery_amqp
 from celery.app.routes import MapRoute, Router
@@ -50,8 +49,8 @@ from celery_rabbitdelay.publishing.message import (
     PERSISTENT,
     Content,
     Publication,
+    SharedProperties,
     WaitingMessage,
-    encoded,
 )
 from celery_rabbitdelay.publishing.signature import signed
 
@@ -89,13 +88,6 @@ ENVELOPE_HEADERS: Final = frozenset(
 #: If ``repr()`` contains one of these after its first character (quotes, escapes, objects, nested
 #: values), Celery's ``saferepr`` may differ from it.
 _MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
-
-#: Stand for the correlation id and the headers, where the encoded properties are divided.
-_MARK: Final = uuid()
-_MARKED: Final = {_MARK: True}
-
-#: The bytes before a table that say how many follow.
-_SIZE: Final = 4
 
 
 class CapturingProducer(DelayedTaskProducer):
@@ -171,8 +163,8 @@ class Template:
         named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
         # Those that the caller has given are the same for all.
         self._reprs = {name: size for name, size in named if not options.get(name)}
-        own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS, *self._reprs}
-        own.update(call.headers, {"root_id"} if self._has_root else ())
+        own = self._own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS}
+        own.update(self._reprs, call.headers, {"root_id"} if self._has_root else ())
         #: The headers and the properties that all messages share. Celery leaves options that AMQP
         #: does not know among a message's properties.
         self._headers = {
@@ -186,7 +178,7 @@ class Template:
             if name in MESSAGE_PROPERTIES and name not in ("application_headers", "correlation_id")
         }
         #: Threads have a ``reply_to`` each.
-        self._encoded = lru_cache(maxsize=16)(self._encode_shared)
+        self._encoder = lru_cache(maxsize=16)(self._make_encoder)
         self._json = JSONEncoder().encode
         #: The end of each body, if it is JSON, which is then written faster; otherwise empty.
         self._rest = ""
@@ -208,7 +200,7 @@ class Template:
 
         Args:
             call: The call.
-            reply_to: Where the answer goes, if the message says so; None for where all go.
+            reply_to: The address for the answer; None for the address in the first message.
         """
         content = self.content(call, reply_to)
         producer = self.producer
@@ -240,42 +232,38 @@ class Template:
         return own
 
     def content(self, call: Call, reply_to: str | None = None) -> Content:
-        """Return the message of a call; with its own ``reply_to``, unless that is that of all.
+        """Return the message of a call.
 
-        The headers and properties that all messages share are encoded once: to encode them for each
-        message takes twice as long as all else here.
+        Args:
+            call: The call.
+            reply_to: As for :meth:`publication`.
         """
         own = {**self._own_headers(call), header_names.DUE: call.due.at_ms}
         if self._has_root:
             own["root_id"] = call.task_id
-        correlation_id, body = self._correlation_id or call.task_id, self._body(call)
-        self._sign(own, self._headers, {**self._properties, "correlation_id": correlation_id}, body)
-        before, table, between, behind = self._encoded(reply_to)
-        table += dumps("F", (own,))[_SIZE:]
-        parts = before, len(table).to_bytes(_SIZE, "big"), table, between
-        return Content(b"".join((*parts, dumps("s", (correlation_id,)), behind)), body)
+        encoder, body = self._encoder(reply_to), self._body(call)
+        return self._signed(encoder, own, body, self._correlation_id or call.task_id)
 
-    def _encode_shared(self, reply_to: str | None) -> tuple[bytes, bytes, bytes, bytes]:
-        """Return the bytes before the headers, shared headers, and around the correlation id."""
-        properties = {**self._properties, "application_headers": _MARKED, "correlation_id": _MARK}
+    def _make_encoder(self, reply_to: str | None) -> SharedProperties:
+        properties = {**self._properties, "correlation_id": ""}
         if reply_to is not None:
             properties["reply_to"] = reply_to
-        before, behind_headers = encoded(properties).split(dumps("F", (_MARKED,)))
-        between, behind = behind_headers.split(dumps("s", (_MARK,)))
-        return before, dumps("F", (self._headers,))[_SIZE:], between, behind
+        return SharedProperties(self._headers, properties, self._own)
 
-    def _sign(
+    def _signed(
         self,
-        own: dict[str, Any],
-        shared: Mapping[str, object],
-        properties: Mapping[str, object],
+        encoder: SharedProperties,
+        own: dict[str, object],
         body: bytes,
-    ) -> None:
-        """Add the signature to a message's own headers, if there is a key."""
+        correlation_id: str | None = None,
+    ) -> Content:
+        """Return a message with its own headers, signed if there is a key."""
         keys = self.producer.signing_keys
         if keys is not None:
-            said, _ = header_names.parse({**shared, **own})
+            said, _ = header_names.parse({**encoder.headers, **own})
+            properties = {**encoder.properties, "correlation_id": correlation_id}
             own[header_names.SIGNATURE] = keys.signature(body, properties, said)
+        return Content(encoder.encode(own, correlation_id), body)
 
     def item(self, call: Call) -> bytes:
         """Return a call as it stands in an envelope: two blocks.
@@ -295,18 +283,19 @@ class Template:
         Raises:
             InvalidEnvelope: An envelope cannot express a header that all calls have.
         """
-        shared = self._headers
-        destination = {name: shared[name] for name in RESTORED_HEADERS if name in shared}
+        own: dict[str, object] = {header_names.DUE: due_ms}
+        return self._signed(self._envelope, own, compressed(self._shared + items))
+
+    @cached_property
+    def _envelope(self) -> SharedProperties:
+        headers = {name: self._headers[name] for name in RESTORED_HEADERS if name in self._headers}
         properties = {
             "content_type": ENVELOPE,
             "content_encoding": "binary",
             "delivery_mode": PERSISTENT,
             "priority": self._properties.get("priority", 0),
         }
-        body = compressed(self._shared + items)
-        headers = {**destination, header_names.DUE: due_ms}
-        self._sign(headers, NO_HEADERS, properties, body)
-        return Content(encoded({**properties, "application_headers": headers}), body)
+        return SharedProperties(headers, properties, self._own)
 
     @cached_property
     def _shared(self) -> bytes:
@@ -617,10 +606,11 @@ def _made_from(app: Any, task: Any) -> tuple[object, ...]:
         app: The application.
         task: The task; None for one that the application does not know.
     """
-    conf, amqp, router = app.conf, app.amqp, app.amqp.router
+    conf, amqp = app.conf, app.amqp
+    router, queues = amqp.router, amqp.queues
     return (
         *(os.getpid(), conf, len(conf.maps), dict(conf.changes)),
-        *(amqp, router, *getattr(router, "routes", ()), amqp.queues, *amqp.queues.values()),
+        *(amqp, router, *getattr(router, "routes", ()), queues, *queues.values()),
         *(amqp.send_task_message, amqp.create_task_message, type(app.backend)),
         *(amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize),
         *(type(app).send_task, vars(app).get("send_task")),
