@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import celery
@@ -27,7 +28,7 @@ from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.publishing.declaration import check_complete, declare
-from celery_rabbitdelay.publishing.kombu_internals import cached_property
+from celery_rabbitdelay.publishing.kombu_internals import cached_property as locked_property
 from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class Delays:
         """The levels as exchanges, queues and bindings; ``topology.route(delay, queue_name)``."""
         return self.settings.topology
 
-    @cached_property
+    @locked_property  # each send goes through one pool
     def pool(self) -> PublisherPool:
         """The pool of this process's publishers; its limit is ``broker_pool_limit``."""
         return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)

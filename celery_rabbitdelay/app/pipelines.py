@@ -142,9 +142,8 @@ class TaskPipeline:
         """
         self.borrow(policy.timeout)
         assert self._pipeline is not None
-        window = self.delays.settings.max_unconfirmed
         try:
-            self._pipeline.publish(publication, policy._replace(window=window))
+            self._pipeline.publish(publication, policy)
         finally:
             if publication.error is not None:
                 self._raised.add(publication)

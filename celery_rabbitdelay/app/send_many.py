@@ -242,7 +242,7 @@ class RowSender(Sending):
         publications = filter(None, map(self._publication, groups))
         producer = self._template.producer
         # Nobody waits for the answer to a request: connecting takes as long as it may.
-        policy = producer.policy._replace(window=self._settings.max_unconfirmed, reconnects=None)
+        policy = producer.policy._replace(reconnects=None)
         try:
             publisher.publish_all(publications, policy, done=self._done, **producer.declares)
         except exceptions.PublishError as error:

@@ -152,7 +152,10 @@ class DelayedTaskProducer(DelayedProducer):
         policy = publish_policy(self._delays.app, self._given, retry, retry_policy or {})
         given = options.pop("confirm_timeout", None)
         timeout = self.timeout if given is None else Settings.checked("confirm_timeout", given)
-        self.policy = policy._replace(timeout=max(timeout - self._took, pipelines.MIN_TIMEOUT))
+        self.policy = policy._replace(
+            timeout=max(timeout - self._took, pipelines.MIN_TIMEOUT),
+            window=self._delays.settings.max_unconfirmed,
+        )
         options.pop("timeout", None)
         began = time.monotonic()
         try:
