@@ -24,6 +24,7 @@ from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
+from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import RESENDS
 from celery_rabbitdelay.publishing.signature import signed
@@ -72,7 +73,16 @@ def message_of(occurrence: Occurrence, message: str) -> Delayed:
 
 
 def filled(pattern: Delayed, task_id: str, due_ms: int, says: Mapping[str, object]) -> Delayed:
-    """Return what a schedule sends as the message of one task, which is not signed.
+    """Return what a schedule sends as the message of one task: see :func:`of_task`."""
+    return pattern._replace(
+        message=of_task(pattern.message, task_id, due_ms, says), task_id=task_id
+    )
+
+
+def of_task(
+    pattern: WaitingMessage, task_id: str, due_ms: int, says: Mapping[str, object]
+) -> WaitingMessage:
+    """Return the message of one task, which is not signed, made of that of another one.
 
     Args:
         pattern: What the schedule sends.
@@ -80,10 +90,12 @@ def filled(pattern: Delayed, task_id: str, due_ms: int, says: Mapping[str, objec
         due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
         says: Its headers for the registry.
     """
-    others = with_id(pattern.message.headers.others, task_id)
-    message = pattern.message.having(correlation_id=task_id)
-    message = message.saying(due_ms=due_ms, registry=says, others=others)
-    return pattern._replace(message=message, task_id=task_id)
+    headers = pattern.headers.others
+    # It stays the root, if it was that.
+    ids = {each: task_id for each in ("id", "root_id") if headers.get(each) == headers.get("id")}
+    others = {**headers, **ids, "expires": None}
+    message = pattern.having(correlation_id=task_id)
+    return message.saying(due_ms=due_ms, registry=says, others=others)
 
 
 def says_of(occurrence: Occurrence, is_tracked: bool) -> dict[str, object]:
@@ -167,13 +179,6 @@ def canonical(value: object) -> str:
         name = getattr(value, "__qualname__", None)
         return f"{value.__module__}.{name}" if name else repr(value)
     return f"{kind.__qualname__}{canonical(value.__reduce_ex__(2)[1:3])}"
-
-
-def with_id(headers: Mapping[str, object], task_id: str) -> dict[str, object]:
-    """Return Celery's headers of a task under another id; it stays the root, if it was that."""
-    former = headers.get("id")
-    ids = {each: task_id for each in ("id", "root_id") if headers.get(each) == former}
-    return {**headers, **ids}
 
 
 def send_each(
@@ -358,7 +363,6 @@ class Decided(NamedTuple):
         is_paused: Whether the schedule is paused.
         order: The order of that message.
         is_lost: Whether Redis has lost what the schedule sends.
-        now_ms: The time by the clock of Redis, in milliseconds since 1970-01-01 UTC.
     """
 
     goes_on: bool
@@ -366,7 +370,6 @@ class Decided(NamedTuple):
     is_paused: bool = False
     order: int = 0
     is_lost: bool = False
-    now_ms: int = 0
 
 
 class Arriving(NamedTuple):
@@ -422,49 +425,46 @@ class Records:
         self.came([], due, [])
 
     def edit(
-        self, before: NotedSchedule | None, put: Occurrence, message: str, paused: bool | None
+        self,
+        name: str,
+        before: NotedSchedule | None,
+        order: int,
+        put: Occurrence | None = None,
+        message: str = "",
+        paused: bool | None = None,
     ) -> bool:
-        """Note what a schedule sends; return False if its record is not as it was before.
-
-        Args:
-            before: What was noted.
-            put: The occurrence whose message is sent now.
-            message: What is sent.
-            paused: Whether it is paused; None for as it is.
-
-        Raises:
-            RegistryUnavailable: As all methods; or it was noted, and has too few copies.
-        """
-        # What is listed and not noted is found to be nothing when it is due.
-        self.note_due({put.name: put.due_ms})
-        is_paused = None if paused is None else int(paused)
-        given = put.order, put.instant_ms, put.revision, put.text, message, is_paused
-        return self._edit(put.name, before, given)
-
-    def delete(self, name: str, before: NotedSchedule, order: int) -> bool:
-        """Note that a schedule was deleted; return False, and raise, as :meth:`edit` does.
+        """Note what a schedule sends, or that it was deleted.
 
         Args:
             name: Its name.
             before: What was noted.
-            order: The order of the deletion.
-        """
-        is_deleted = self._edit(name, before, (order, "", "", "", "", ""))
-        if is_deleted:
-            self.note_due({name: None})
-        return is_deleted
+            order: The order of the edit.
+            put: The occurrence whose message is sent now; None: it is deleted.
+            message: What is sent.
+            paused: Whether it is paused; None for as it is.
 
-    def _edit(
-        self, name: str, before: NotedSchedule | None, given: Sequence[str | int | None]
-    ) -> bool:
+        Returns:
+            Whether it was noted: its record is as it was before.
+
+        Raises:
+            RegistryUnavailable: As all methods; or it was noted, and has too few copies.
+        """
+        said: Sequence[str | int] = "", "", ""
+        if put is not None:
+            # What is listed and not noted is found to be nothing when it is due.
+            self.note_due({name: put.due_ms})
+            said = put.instant_ms, put.revision, put.text
         was = (before.order, before.ahead_ms) if before is not None else ("", "")
-        fields = [list(map(_text, (*was, *given)))]
+        is_paused = None if paused is None else int(paused)
+        fields = [list(map(_text, (*was, order, *said, message, is_paused)))]
         call = self._call("schedules/edit", [name], fields, NOTE_MS)
         ((is_noted,),) = self._store.of_each(call, is_durable=True)
         if isinstance(is_noted, str):
             raise RegistryUnavailable(f"the schedule {name!r} cannot be noted: {is_noted}")
         if is_noted:  # what waits for the end of a run will be dropped, and keeps no other out
             self._store.commands(lambda pipe: pipe.delete(self._names.of("queued", name)))
+            if put is None:
+                self.note_due({name: None})
         return bool(is_noted)
 
     def _call(
@@ -501,10 +501,9 @@ class Records:
                 logger.error("The record of the schedule %r cannot be read: %s", name, answer)
                 decided.append(None)
                 continue
-            goes_on, following, is_paused, order, is_lost, now = answer
+            goes_on, following, is_paused, order, is_lost = answer
             following_ms = int(following) if following else None
-            made = bool(goes_on), following_ms, bool(is_paused), int(order), bool(is_lost), int(now)
-            decided.append(Decided(*made))
+            decided.append(Decided(goes_on, following_ms, is_paused, int(order), is_lost))
         return decided
 
     def came(
@@ -558,9 +557,7 @@ class Records:
 
     def may_heal(self) -> bool:
         """Return whether the caller is the one that looks after the schedules now."""
-        key = self._names.only("healing")
-        (is_first,) = self._store.commands(lambda pipe: pipe.set(key, "1", nx=True, px=HEALING_MS))
-        return bool(is_first)
+        return self._store.lease(self._names.only("healing"), new_copy(), HEALING_MS)
 
     def taken_over(self, application: str) -> dict[str, str]:
         """Return which entries of beat an application has: "current", and when others ended."""

@@ -298,7 +298,7 @@ class Schedules:
             made = made._replace(instant_ms=first_ms, order=self._next_order(before))
             try:
                 # False if another program was faster, or an occurrence has come.
-                is_noted = records.edit(before, made, message, paused)
+                is_noted = records.edit(made.name, before, made.order, made, message, paused)
             except RegistryUnavailable as error:
                 if not error.may_have_arrived:
                     raise
@@ -406,7 +406,7 @@ class Schedules:
             if noted is None or noted.is_deleted:
                 return False
             # What waits for the end of a run outlives the last instant.
-            if self._records.delete(name, noted, self._next_order(noted)):
+            if self._records.edit(name, noted, self._next_order(noted)):
                 self._unlist(noted)
                 return noted.ahead_ms is not None
 
