@@ -46,7 +46,7 @@ CLOCK = Clock(NOW / 1000)
 @pytest.fixture(autouse=True, scope="module")
 def standstill() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wall_clock, "source", CLOCK.time_ns)
+        patch.setattr(wall_clock, "ns", CLOCK.time_ns)
         yield
 
 

@@ -109,7 +109,7 @@ def test_now_counts_each_digit_and_what_falls_due_and_takes_nothing_from_the_que
     assert (len(steps), steps[0], sum(steps)) == (24, 1, 4)
 
     an_hour_later = time.time_ns() + HOUR * 10**9
-    monkeypatch.setattr(wall_clock, "source", lambda: an_hour_later)
+    monkeypatch.setattr(wall_clock, "ns", lambda: an_hour_later)
     told = Browser(application(shop)).json("/now")["due"]
     totals = {each["name"]: each["tracked"] for each in told["horizons"]}
     assert (told["overdue"], totals["hour"], totals["day"]) == (1, 3, 3)
@@ -128,7 +128,7 @@ def test_the_queue_of_an_overdue_task_is_asked_for_once_however_many_look(
     monkeypatch.setattr("celery_rabbitdelay.metrics.reading.time", Clock())
     (task_id,) = send(shop)
     three_hours_later = time.time_ns() + 3 * HOUR * 10**9
-    monkeypatch.setattr(wall_clock, "source", lambda: three_hours_later)
+    monkeypatch.setattr(wall_clock, "ns", lambda: three_hours_later)
     web = application(shop)
     for _ in range(3):
         (reason,) = why_not(Browser(web), task_id)
