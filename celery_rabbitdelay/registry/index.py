@@ -80,9 +80,6 @@ def shard_of(name: str) -> int:
 PAGE: Final = 100
 FIRST: Final = 8
 
-#: How many tasks are read, in vain, for one batch.
-READ: Final = 1_000
-
 #: How many bytes the message of a task may take that is read to be shown beside many others.
 SHORT: Final = 65_536
 
@@ -201,17 +198,6 @@ class Index:
         for part in self.parts(wanted):
             yield from part.tasks
 
-    def batches(self, wanted: Filter, most: int) -> Iterator[list[Pending]]:
-        """Yield lists of the tasks in that order; a list is empty where many were read in vain."""
-        batch, read = list[Pending](), 0
-        for part in self.parts(wanted):
-            batch, read = batch + part.tasks, read + part.read
-            while len(batch) >= most or read >= READ:
-                yield batch[:most]
-                batch, read = batch[most:], 0
-        if batch:
-            yield batch
-
     def parts(
         self, wanted: Filter, after: tuple[int, str] | None = None, most: int | None = None
     ) -> Iterator[Part]:
@@ -222,7 +208,7 @@ class Index:
             after: Those behind this due time, in milliseconds, and id.
             most: How many are read at most, whether they match or not; None: all.
         """
-        entries, read = self._due(self._by_rarer(wanted), after), 0
+        entries, read = self._due(wanted, after), 0
         while page := list(islice(entries, PAGE if most is None else min(PAGE, most - read))):
             read += len(page)
             yield Part([*self._records(page, wanted)], len(page), page[-1])
@@ -292,7 +278,8 @@ class Index:
 
     def _due(self, wanted: Filter, after: tuple[int, str] | None) -> Iterator[tuple[int, str]]:
         """Yield due times and ids in order; each shard is read page by page."""
-        names = [*self.names.all_due(wanted.task, None if wanted.task else wanted.job)]
+        # Of a name and a job, the job is the rarer one.
+        names = [*self.names.all_due(None if wanted.job else wanted.task, wanted.job)]
         least_ms, _ = wanted.scores(self.least_ms())
         last: tuple[float, str] = (least_ms - 0.5, "")
         if after is not None:
@@ -325,13 +312,6 @@ class Index:
             if len(page) < rank + size - start:
                 return
             rank, overlap, size = start + len(page), 1, min(2 * size, PAGE)
-
-    def _by_rarer(self, wanted: Filter) -> Filter:
-        """Return a filter by the task's name or by the job, whichever fewer tasks have."""
-        if wanted.task is None or wanted.job is None:
-            return wanted
-        of_task, of_job = self.counts([wanted._replace(job=None), wanted._replace(task=None)])
-        return wanted._replace(job=None) if of_task <= of_job else wanted._replace(task=None)
 
     def _page(self, name: str, start: int, end: int) -> list[tuple[int, str]]:
         """Return the tasks of these ranks."""

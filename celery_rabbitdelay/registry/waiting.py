@@ -15,7 +15,6 @@ from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
-from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.options import Result
 from celery_rabbitdelay.exceptions import JobClosed, NotRecorded, NotTracked, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
@@ -30,11 +29,7 @@ from celery_rabbitdelay.levels.delay import (
 from celery_rabbitdelay.levels.headers import COPY
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
 from celery_rabbitdelay.publishing.kombu_internals import closing, connect
-from celery_rabbitdelay.registry.application import (
-    Breaker,
-    has_registry,
-    register_sent,
-)
+from celery_rabbitdelay.registry.application import register_sent
 from celery_rabbitdelay.registry.decision import Outcome, Registration, new_copy
 from celery_rabbitdelay.registry.holding import Holding, publish_signed
 from celery_rabbitdelay.registry.index import Filter, Pending
@@ -56,9 +51,6 @@ _FOUND: Final = {
     "superseded": Outcome.CANCELLED,
     "released": Outcome.RELEASED,
 }
-
-#: How many tasks are looked at, or cancelled, at once.
-CHUNK: Final = 500
 
 #: A task, or several: ids and results of sends.
 Meant: TypeAlias = "str | UUID | ResultBase | Iterable[Meant]"
@@ -87,14 +79,10 @@ class Waiting(Holding):
         delays: The application's delay levels.
     """
 
-    def __init__(self, delays: Delays) -> None:
-        super().__init__(delays)
-        self._breaker = Breaker()
-
     @property
     def has_registry(self) -> bool:
         """Whether there is a registry, and the broker has levels."""
-        return has_registry(self._delays)
+        return self._delays.available and self._delays.uses("registry_url")
 
     def cancel(
         self,
@@ -170,7 +158,7 @@ class Waiting(Holding):
         limit: int | None = None,
         **filters: Unpack[Filters],
     ) -> int:
-        """Cancel all tasks that :meth:`pending` lists, some hundreds at a time; return how many.
+        """Cancel all tasks that :meth:`pending` lists, a hundred at a time; return how many.
 
         Their results become ``REVOKED`` when they would have been due. If it fails in the middle,
         some are cancelled: call it again.
@@ -196,8 +184,8 @@ class Waiting(Holding):
         # read before.
         while has_found:
             has_found = False
-            for tasks in self.registry.index.batches(wanted, CHUNK):
-                ids = [each.task_id for each in tasks[:left]]
+            for part in self.registry.index.parts(wanted):
+                ids = [each.task_id for each in part.tasks[:left]]
                 outcomes = self.registry.cancel_each(ids, also_future=False)
                 self._say_cancelled(dict(zip(ids, outcomes, strict=True)))
                 done = outcomes.count(Outcome.DONE)
@@ -221,8 +209,8 @@ class Waiting(Holding):
             headers = dict(each.split("=")[:2] for each in headers)
         wanted = {name: set(maybe_list(stamps) or ()) for name, stamps in headers.items()}
         found: list[str] = []
-        for tasks in self.registry.index.batches(Filter(), CHUNK):
-            ids = [each.task_id for each in tasks]
+        for part in self.registry.index.parts(Filter()):
+            ids = [each.task_id for each in part.tasks]
             messages = zip(ids, self.registry.index.messages(ids), strict=True)
             found += [each for each, text in messages if text and _is_stamped(text, wanted)]
         return self._cancel(found)
@@ -235,7 +223,7 @@ class Waiting(Holding):
         if not self.has_registry:
             return False
         try:
-            return bool(self._breaker.call(lambda: self.registry.index.tasks([task_id])))
+            return bool(self.registry.breaker.call(lambda: self.registry.index.tasks([task_id])))
         except RegistryUnavailable:
             return False
 

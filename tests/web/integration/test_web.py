@@ -303,12 +303,10 @@ def test_an_action_does_what_it_says_for_each_task_and_is_logged(
 def test_all_that_were_counted_are_decided_once_although_they_move_and_others_stay(
     shop: Any,
     browser: Browser,
-    monkeypatch: pytest.MonkeyPatch,
     small_pages: list[int],
     action: str,
     fields: dict[str, str],
 ) -> None:
-    monkeypatch.setattr(operations, "BATCH", 3)
     # All in one shard, so that they are read in many pages, while those before are moved.
     ids = [each for each in (uuid4().hex for _ in range(5_000)) if shard_of(each) == 0][:20]
     job, (kept,) = f"tuesday-{uuid4()}", send(shop, hours=1)
