@@ -228,9 +228,11 @@ class Arrivals(BatchThread[_Came]):
             yield came
 
     def _note_clock(self) -> None:
-        asked_ms, redis_ms = wall_clock.ms(), self._registry.now_ms()
+        asked_ms, redis_ms, now_ms = wall_clock.ms(), self._registry.now_ms(), wall_clock.ms()
+        if now_ms < asked_ms:
+            return  # the worker's clock was set back meanwhile
         # An answer that has taken long is no difference between clocks.
-        skew_ms = redis_ms - min(max(redis_ms, asked_ms), wall_clock.ms())
+        skew_ms = redis_ms - min(max(redis_ms, asked_ms), now_ms)
         if abs(skew_ms) <= TOLERATED_MS:
             skew_ms = 0
         elif not self._skew_ms:
@@ -373,9 +375,7 @@ class Arrivals(BatchThread[_Came]):
         try:
             arrived.go_on()
         finally:
-            task_id = celery_internals.id_of(arrived.delivery.message)
-            waits = partial(runs.waits_for_rate, self._consumer, arrived.delivery)
-            runs.given(task_id, waits)
+            runs.given(self._consumer, arrived.delivery)
 
     def _look_after_schedules(self) -> None:
         now_ms, remembered = wall_clock.ms(), self._remembered
@@ -394,9 +394,7 @@ class ScheduleStep(celery_internals.RabbitMQStep):
 
     requires = (DecideOnArrival,)
 
-    def __init__(self, consumer: Any, **options: Any) -> None:
-        self._arrivals: Arrivals | None = None
-        super().__init__(consumer, **options)
+    _arrivals: Arrivals | None = None
 
     def start(self, consumer: Any) -> None:
         """Begin to take occurrences, and to look for those that do not come."""

@@ -306,13 +306,10 @@ class NotedSchedule(NamedTuple):
     def of(cls, found: Mapping[str, str]) -> Self | None:
         """Read it; None if nothing is noted, or it cannot be read."""
         try:
-            ahead = int(found["ahead"]) if found["ahead"] else None
-            order = int(found["order"])
-            occurrence = Occurrence.of(found.get("occurrence"))
-            if occurrence is not None and ahead is not None:
-                revision = found["revision"]
-                occurrence = occurrence._replace(instant_ms=ahead, order=order, revision=revision)
-            last = None
+            order, ahead = int(found["order"]), int(found["ahead"]) if found["ahead"] else None
+            occurrence, last = None, None
+            if ahead is not None and (put := Occurrence.of(found.get("occurrence"))):
+                occurrence = put._replace(instant_ms=ahead, order=order, revision=found["revision"])
             if "last" in found:
                 due, came, fate = found["last"].split()
                 last = instant_of(int(due)), instant_of(int(came)), cast("Fate", fate)
@@ -320,7 +317,7 @@ class NotedSchedule(NamedTuple):
                 order,
                 ahead,
                 int(found.get("done", -1)),
-                None if ahead is None else occurrence,
+                occurrence,
                 found.get("message", ""),
                 bool(found.get("deleted")),
                 found.get("paused") == "1",
@@ -398,7 +395,7 @@ class Records:
     """
 
     def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+        self.registry = registry
         self._store = registry.store
         self._names = registry.names
         self._all = registry.names.only("schedules")
@@ -471,7 +468,7 @@ class Records:
         self, script: str, names: Sequence[str], fields: Sequence[Sequence[str | int]], shared: int
     ) -> ScriptCall:
         keys = [self._names.of("schedule", name) for name in names]
-        return ScriptCall(script, keys, fields, self._registry.keep_ms, (shared,))
+        return ScriptCall(script, keys, fields, self.registry.keep_ms, (shared,))
 
     def decide(
         self, arriving: Sequence[Arriving], *, notes_again: bool = False
@@ -528,7 +525,7 @@ class Records:
                     ran = self._names.of("ran", each.name)
                     pipeline.zadd(ran, {str(each.instant_ms): each.instant_ms})
                     pipeline.zremrangebyrank(ran, 0, -MAX_RAN - 1)
-                    pipeline.pexpire(ran, self._registry.keep_ms)
+                    pipeline.pexpire(ran, self.registry.keep_ms)
             for each, message in lost:
                 record = self._names.of("schedule", each.name)
                 pipeline.hsetnx(record, "occurrence", each.text)

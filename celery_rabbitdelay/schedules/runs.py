@@ -97,10 +97,10 @@ def try_start(registry: Registry, occurrence: Occurrence) -> bool:
     return True
 
 
-def given(task_id: str, waits: Callable[[], bool]) -> None:
-    """Note that Celery has got a task, and what returns whether its rate limit holds it."""
-    if (run := _going.get(task_id)) is not None:
-        run.waits = waits
+def given(consumer: Any, delivery: Delivery) -> None:
+    """Note that Celery has got a task."""
+    if (run := _going.get(id_of(delivery.message))) is not None:
+        run.waits = partial(waits_for_rate, consumer, delivery)
 
 
 def queue(registry: Registry, occurrence: Occurrence, lasts_ms: int) -> bool:
