@@ -1,9 +1,9 @@
 """Copies: the messages of a task's many calls, written like the one that Celery has made.
 
-An optimization; whoever reads how a task is sent can skip it. The messages of a task's calls with
-the same options differ in their id, their arguments and their due time. The first one goes through
-all of Celery, and is the template of the next. :meth:`Copies.send` is asked before Celery is, and
-returns None for any call that only Celery can make a message of.
+This file is an optimization; a reader can skip it. The messages of a task's calls with the same
+options differ in id, arguments and due time only. Celery makes the first message, which is the
+template of the next ones. Each send tries :meth:`Copies.send` first, which returns None if only
+Celery can make the message.
 
 A message may be copied while Celery would make the same one: no setting, queue, route, attribute of
 the task or receiver of a signal has changed, and no function but Celery's own has a part in it.
@@ -34,7 +34,7 @@ from kombu.utils.uuid import uuid
 from celery_rabbitdelay.app import celery_internals, signals
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
-from celery_rabbitdelay.app.options import Options, Result, TaskOrName
+from celery_rabbitdelay.app.options import Args, Kwargs, Options, Result, TaskOrName
 from celery_rabbitdelay.app.pipelines import Sent, TaskPipeline, current_pipeline, publish_task
 from celery_rabbitdelay.app.seams import NO_HEADERS, Call, additions_of
 from celery_rabbitdelay.app.task_sending import DelayedTaskProducer
@@ -127,7 +127,7 @@ def name_of(task: TaskOrName) -> str:
     return task if isinstance(task, str) else str(task.name)
 
 
-def function_to_send(app: celery.Celery, task: TaskOrName) -> Callable[..., Any]:
+def function_to_send(app: celery.Celery, task: TaskOrName) -> Callable[..., Result]:
     """Return what sends a task: its ``apply_async``, or ``send_task`` with its name."""
     return partial(app.send_task, task) if isinstance(task, str) else task.apply_async
 
@@ -156,12 +156,12 @@ class Template:
         self.ignores_result = bool(first.delayed.message.headers.others.get("ignore_result"))
         message = first.delayed.message.amqp()
         correlation_id = message.properties.get("correlation_id")
-        # The one that the caller has given, for all; None if each message has its task's id.
+        # The caller's own, which all messages share; None if each message has its task's id.
         self._correlation_id = None if correlation_id == call.task_id else correlation_id
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
         sizes, self._repr_depth = celery_internals.repr_limits(first.amqp.app)
         named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
-        # Those that the caller has given are the same for all.
+        # If the caller has given one of them, all messages share it.
         self._reprs = {name: size for name, size in named if not options.get(name)}
         own = self._own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS}
         own.update(self._reprs, call.headers, {"root_id"} if self._has_root else ())
@@ -377,10 +377,11 @@ class Copies:
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
-        #: With what each was made from. None: such messages are made by Celery.
+        #: By key: the fingerprint that a template was made from, and the template; None if only
+        #: Celery can make such messages.
         self._templates: dict[object, tuple[object, Template | None]] = {}
 
-    def send(self, task: TaskOrName, args: Any, kwargs: Any, options: Options) -> Result | None:
+    def send(self, task: TaskOrName, args: Args, kwargs: Kwargs, options: Options) -> Result | None:
         """Send a task as a copy; return None if it has to go through Celery.
 
         Args:
@@ -411,7 +412,7 @@ class Copies:
         return result
 
     def _copy(
-        self, task: TaskOrName, args: Any, kwargs: Any, options: Options
+        self, task: TaskOrName, args: Args, kwargs: Kwargs, options: Options
     ) -> tuple[Template, Publication, TaskPipeline | None]:
         """Return the message of a call, what it is a copy of, and the block that confirms it."""
         delays, is_member = self._delays, "group_index" in options
@@ -512,7 +513,7 @@ class Copies:
         """
         app = self._delays.app
         values = (*shared.values(), *of_group.values())
-        # A value of another type is equal to no other one that Celery reads in another way.
+        # A value of another type may be equal to one that Celery reads in another way.
         if app.current_worker_task is not None or any(
             type(each) not in PLAIN_TYPES for each in values
         ):

@@ -58,7 +58,7 @@ class StandIn(NamedTuple):
 
     publisher: Publisher
     producer: Producer
-    broadcast: Callable[[str, Mapping[str, Any]], None]
+    broadcast: Callable[[str, Mapping[str, object]], None]
 
 
 class Delays:
@@ -76,8 +76,8 @@ class Delays:
         self.app = app
         self.recorder = Recorder()
         self.stand_in: StandIn | None = None
-        self._parts: dict[Callable[[Any], Any], Any] = {}
-        self._instead: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {}
+        self._parts: dict[Callable[[Delays], object], Any] = {}
+        self._instead: Mapping[Callable[[Delays], object], Callable[[Delays], object]] = {}
         self._countdowns = WarningLimit(logger, "Delays treated as countdowns", HOUR)
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
@@ -121,7 +121,7 @@ class Delays:
         """
         return bool(self.setting(setting))
 
-    def setting(self, name: str) -> Any:
+    def setting(self, name: str) -> object:
         """Return the value of a setting, also one of an addition; None if it is not configured.
 
         Args:
@@ -275,7 +275,7 @@ class Delays:
     def replaced_by(
         self,
         stand_in: StandIn,
-        instead: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {},
+        instead: Mapping[Callable[[Delays], object], Callable[[Delays], object]] = {},
     ) -> Iterator[None]:
         """Let something else take all messages during a block.
 

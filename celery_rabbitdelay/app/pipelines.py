@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from celery.exceptions import Ignore, Reject
 from kombu import Connection, Producer
@@ -369,7 +369,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _owner() -> tuple[int, int, asyncio.Task[Any] | None]:
+def _owner() -> tuple[int, int, object]:
     """Return the process, the thread and the coroutine that run now."""
     try:
         task = asyncio.current_task()
