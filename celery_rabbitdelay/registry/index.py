@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby, islice
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, Self, TypeAlias
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
@@ -104,6 +104,21 @@ class Filter(NamedTuple):
     due_before_ms: int | None = None
     key_start: str | None = None
     sent_before_ms: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        task: str | None = None,
+        key: str | None = None,
+        job: str | None = None,
+        due_before: datetime | None = None,
+        due_after: datetime | None = None,
+    ) -> Self:
+        """Return a filter by aware datetimes."""
+        after, before = (
+            None if each is None else milliseconds_of(each) for each in (due_after, due_before)
+        )
+        return cls(task, key, job, after, before)
 
     def scores(self, least_ms: int) -> tuple[int, str]:
         """Return the lowest and the highest score, as Redis takes them.

@@ -78,14 +78,8 @@ def filter_of(asked: Asked) -> Filter:
     if key is not None and key.endswith("*"):
         start, key = key[:-1], None
     after, before = asked.instant("due_after"), asked.instant("due_before")
-    return Filter(
-        fields.get("task"),
-        key,
-        fields.get("job"),
-        None if after is None else milliseconds_of(after),
-        None if before is None else milliseconds_of(before),
-        start,
-    )
+    wanted = Filter.of(fields.get("task"), key, fields.get("job"), before, after)
+    return wanted._replace(key_start=start)
 
 
 def _place(asked: Asked) -> Place | None:
