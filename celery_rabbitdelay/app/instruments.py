@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 
 if TYPE_CHECKING:
-    from celery_rabbitdelay.metrics.collector import Metrics
     from celery_rabbitdelay.publishing.producer import Delayed
 
 #: The prefix of each name; Prometheus puts ``_`` behind it, OpenTelemetry ``.``.
@@ -109,10 +108,9 @@ class Recorder:
         self.gauges: dict[Instrument, Callable[[], float]] = {}
 
     @cached_property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> Any:
         """The metrics, in use from now on; they do not begin to count for Prometheus."""
-        metrics: Metrics = import_module("celery_rabbitdelay.metrics.collector").Metrics()
-        return metrics
+        return import_module("celery_rabbitdelay.metrics.collector").Metrics()
 
     def record(self, values: Mapping[Instrument, float], *labels: str) -> None:
         """Add to counters, or record in histograms.
