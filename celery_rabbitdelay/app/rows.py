@@ -119,11 +119,11 @@ class WrittenRows:
         blocks, due = blocks_of(self.items), self.due
         for own in blocks:
             body = next(blocks)
-            headers = json.loads(bytes(own))["headers"]
-            args, kwargs, _ = loads(bytes(body))
+            headers = json.loads(own)["headers"]
+            args, kwargs, _ = loads(body)
             if headers.get("argsrepr", "").startswith("("):
                 args = tuple(args)  # JSON has lists only
-            item = length_prefixed(bytes(own)) + length_prefixed(bytes(body))
+            item = length_prefixed(own) + length_prefixed(body)
             yield Call(headers["id"], args, kwargs, due), item
 
 

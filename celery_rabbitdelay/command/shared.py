@@ -93,10 +93,12 @@ class Commands(click.Group):
             if ctx.find_root().meta.get(_TRACEBACK) or isinstance(error, click.Abort):
                 raise
             if isinstance(error, exceptions.RabbitDelayError):
-                text = str(error)
+                text = str(error).replace("force=True", "--force")
             else:
                 text = f"{type(error).__name__}: {error}; --traceback shows where it comes from"
-            fail(error, text, EX_UNAVAILABLE if isinstance(error, BROKER_ERRORS) else FAILED)
+            is_conflict = isinstance(error, exceptions.LayoutConflict)
+            is_away = isinstance(error, BROKER_ERRORS) and not is_conflict
+            fail(error, text, EX_UNAVAILABLE if is_away else FAILED)
 
 
 def command(**attributes: Any) -> Callable[[_Function], click.Command]:
@@ -239,8 +241,7 @@ def first_of(names: Sequence[str], most: int = 5) -> str:
 def broker() -> Iterator[Connection]:
     """Connect to the broker that tasks are sent to, which may be another than the consumers'.
 
-    The command ends with one line if the broker cannot be reached or refuses, or if it holds
-    another layout, messages or consumers where the command wants to declare or delete.
+    The command ends with one line if the broker cannot be reached or refuses.
 
     Raises:
         click.UsageError: The URL of the management API is malformed, or the application's delays
@@ -252,14 +253,8 @@ def broker() -> Iterator[Connection]:
             yield connection
     except exceptions.InvalidManagementURL as error:
         raise click.UsageError(str(error)) from error
-    except exceptions.ManagementUnavailable as error:
-        fail(error, str(error), EX_UNAVAILABLE)
-    except (
-        exceptions.LayoutConflict,
-        exceptions.TopologyInUse,
-        exceptions.TopologyNotEmpty,
-    ) as error:
-        fail(error, str(error).replace("force=True", "--force"))
+    except exceptions.RabbitDelayError:
+        raise  # which says what to do
     except BROKER_ERRORS as error:
         message = f"cannot ask the broker {shown_url.shown_broker(connection)}: {error}"
         fail(error, message, EX_UNAVAILABLE)
