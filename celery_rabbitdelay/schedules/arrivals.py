@@ -22,7 +22,7 @@ from kombu.utils.functional import LRUCache
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.exceptions import TEMPORARY_ERRORS, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import Due, instant_of
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, NESTED_HEADERS, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.registry.application import RegistrySettings, registry_of
@@ -286,8 +286,7 @@ class Arrivals(BatchThread[_Came]):
         most = self._delays.settings.max_message_bytes
         again = waiting_task(former, destination, due_ms, most)
         again = of_task(again, following.task_id, due_ms, says)
-        due = Due.at(instant_of(due_ms - self._skew_ms))
-        return producer.routed(again, destination.queue, due)
+        return producer.routed(again, destination.queue, Due.until(due_ms - self._skew_ms))
 
     def _fate(self, came: _Came) -> Fate | None:
         """Return what becomes of an occurrence; None if it waits for a run's end, or is dropped."""

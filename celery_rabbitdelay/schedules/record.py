@@ -144,7 +144,7 @@ def captured(
     sent = name if known is None or app.conf.task_always_eager else known
     is_listed = is_tracked_by_default(app.rabbitdelay, known)
     says = {TRACKED: True} if is_listed else {}
-    call = Call(made.task_id, list(args), dict(kwargs), Due.at(instant_of(made.due_ms)))
+    call = Call(made.task_id, list(args), dict(kwargs), Due.until(made.due_ms))
     try:
         delayed = capture(app.rabbitdelay, sent, call, options, says).delayed
     except EncodeError as error:
@@ -204,7 +204,7 @@ def send_each(
     def make(producer: DelayedProducer, item: ItemT) -> ToPublish:
         delayed = messages[id(item)] = made(producer, item)
         queue = delayed.queue and delays.app.amqp.queues.get(delayed.queue.name, delayed.queue)
-        due = Due.at(instant_of(_due_ms(delayed) - skew_ms))
+        due = Due.until(_due_ms(delayed) - skew_ms)
         return queue, delayed.message.amqp(), partial(producer.address, delayed, due)
 
     def settle(item: ItemT, error: Exception | None) -> None:
