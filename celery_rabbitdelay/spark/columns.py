@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from hashlib import sha1
 from typing import Any, Final, NamedTuple, Self
 from uuid import UUID, uuid5
 
@@ -78,6 +79,7 @@ class TaskIds:
 
     def __init__(self, job_id: str) -> None:
         self.namespace = uuid5(NAMESPACE, job_id)
+        self._begin = self.namespace.bytes
         # kombu's dumps makes an encoder for each call.
         self._encode = _IdEncoder(sort_keys=True, separators=(",", ":")).encode
 
@@ -87,7 +89,11 @@ class TaskIds:
         Raises:
             TypeError: JSON cannot express one of them.
         """
-        return str(uuid5(self.namespace, self._encode(values)))
+        # As uuid5, which takes three times as long: rows come by the million.
+        name = self._begin + self._encode(values).encode()
+        d = sha1(name, usedforsecurity=False).hexdigest()
+        variant = "89ab"[int(d[16], 16) % 4]
+        return f"{d[:8]}-{d[8:12]}-5{d[13:16]}-{variant}{d[17:20]}-{d[20:32]}"
 
 
 class _IdEncoder(JSONEncoder):
