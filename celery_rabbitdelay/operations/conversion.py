@@ -305,14 +305,28 @@ class TaskMessages:
         if self.keeps_own(str(headers_of(message).get("task"))):
             raise Stay(KEEPS_OWN)
         task = forwarding.delayed_task(message, destination, due.at_ms)
-        try:
-            delayed = self.producer.routed(task, destination.queue, due)
-        except (exceptions.NeedsDistribution, exceptions.DelayTooLong) as error:
-            raise Stay(str(error)) from error
-        if delayed.queue is not None:
-            self.ensure(delayed.queue.name)
-        address = partial(self.producer.address, delayed, due)
-        return Outgoing(*address(), delayed.message, address)
+        outgoing = routed(self.producer, task, destination.queue, due)
+        if destination.queue is not None:
+            self.ensure(destination.queue.name)
+        return outgoing
+
+
+def routed(
+    producer: DelayedProducer, message: WaitingMessage, queue: Queue | None, due: Due
+) -> Outgoing:
+    """Return a message as it waits in the levels, signed; see :meth:`.DelayedProducer.routed`.
+
+    Raises:
+        Stay: No worker serves a module that it needs, or takes it from that.
+    """
+    try:
+        delayed = producer.routed(message, queue, due)
+    except exceptions.NeedsDistribution as error:
+        raise Stay("it needs distribution, which rabbitdelay_modules lacks") from error
+    except (exceptions.DelayTooLong, exceptions.MessageTooLarge) as error:
+        raise Stay(str(error)) from error
+    address = partial(producer.address, delayed, due)
+    return Outgoing(*address(), delayed.message, address)
 
 
 def native_chain(tasks: TaskMessages, queues: Iterable[Queue]) -> Adopt:

@@ -10,6 +10,7 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDestination, ReadTooLong
+from celery_rabbitdelay.kombu import DelayedProducer, Publisher
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
@@ -43,7 +44,8 @@ MODULES = ("check-in", "distribution")
 
 def to_queues(topology: Topology, *queues: Queue, **options: Any) -> Redriving:
     allowed = AllowedDestinations.of_queues(queues)
-    return Redriving(topology, allowed, modules=MODULES, **options)
+    producer = DelayedProducer(Publisher(Connection("amqp://")), topology, modules=MODULES)
+    return Redriving(producer, allowed, **options)
 
 
 def numbered(number: int, queue: str = "gone") -> list[amqp.Message]:
