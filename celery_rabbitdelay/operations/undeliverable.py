@@ -387,7 +387,7 @@ def redrive(
         matches: Returns whether a message is chosen.
         report: The report to fill; None for a new one.
         **options: Those of :class:`.Mover`: ``timeout``, ``limit``, ``rate`` (an envelope counts as
-            one message), ``dry_run``, ``declare`` and ``redeclare``.
+            one message) and ``dry_run``.
 
     Returns:
         The report. If the broker goes away after the start, the report says so.
@@ -472,8 +472,5 @@ def redrive_application(
             matches,
             dry_run=dry_run,
             timeout=delays.settings.confirm_timeout,
-            # All of them, since a level that was deleted may be why they are undeliverable.
-            declare=delays.declare,
-            redeclare=delays.declare if may_declare else None,
             **options,
         )
