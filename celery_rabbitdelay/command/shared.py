@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date, datetime
+from functools import wraps
+from inspect import signature
 from typing import Any, Final, NoReturn, TypeAlias
 
 import amqp
@@ -118,6 +120,26 @@ def options(*each: _Decorator) -> _Decorator:
         for option in reversed(each):
             command = option(command)
         return command
+
+    return add
+
+
+def as_one(argument: str, made: Callable[..., object], *each: _Decorator) -> _Decorator:
+    """Return several options that a command takes as one argument.
+
+    Args:
+        argument: Its name.
+        made: Returns its value; the options are its parameters.
+        *each: The options.
+    """
+
+    def add(command: _Function) -> _Function:
+        @wraps(command)
+        def with_one(**given: object) -> None:
+            values = {name: given.pop(name) for name in signature(made).parameters}
+            command(**given, **{argument: made(**values)})
+
+        return options(*each)(with_one)
 
     return add
 
