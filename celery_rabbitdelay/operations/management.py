@@ -12,7 +12,6 @@ import json
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from email.utils import parsedate_to_datetime
 from functools import partial
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -30,9 +29,6 @@ from celery_rabbitdelay.publishing.kombu_internals import connect
 
 #: Seconds that each step of a request may take.
 TIMEOUT: Final = 10.0
-
-#: Seconds. A node writes its time in whole seconds, and looks at its clock once a second.
-CLOCK_STEP: Final = 2.0
 
 #: The plugin's default ports, without and with TLS.
 PORTS: Final = {"http": 15672, "https": 15671}
@@ -104,16 +100,8 @@ class ManagementAPI:
         Raises:
             ManagementUnavailable: It does not answer, or not with JSON, or refuses.
         """
-        return self.dated(*path, **query)[0]
-
-    def dated(self, *path: str, **query: str) -> tuple[Any, float]:
-        """Return the same, and the time at the node that answers, in seconds since the epoch.
-
-        It may be up to :data:`CLOCK_STEP` later there.
-        """
         with self._asked(path, urlencode(query)) as answer:
-            date = parsedate_to_datetime(answer.headers.get("Date", ""))
-            return json.load(answer), date.timestamp()
+            return json.load(answer)
 
     def change(self, method: str, *path: str, **values: Any) -> None:
         """Make or delete something.

@@ -173,7 +173,6 @@ def verify_broker(
     with Wire(connection).answers_within(ANSWER_TIMEOUT):
         rows = [
             *checks.check_broker(settings, inventory, is_blocked),
-            *checks.check_limit(topology, lasting, inventory),
             *checks.check_entities(settings, inventory),
             *checks.check_strangers(topology, inventory),
             *checks.check_policies(topology, inventory, names, refuses),
