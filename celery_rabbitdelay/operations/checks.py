@@ -12,10 +12,9 @@ from kombu import Exchange, Queue
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.topology import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding, Topology
-from celery_rabbitdelay.operations.inventory import Inventory, effective_policies
+from celery_rabbitdelay.operations.inventory import Inventory, described, effective_policies
 from celery_rabbitdelay.operations.management import Json
 from celery_rabbitdelay.operations.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
-from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
 #: One fault of one subject: its code in ``findings.toml``, the subject, as
 #: ``queue rabbitdelay.hours.7``, and the values of the placeholders in its texts.
@@ -278,26 +277,18 @@ def _difference(entity: Exchange | Queue, inventory: Inventory) -> str:
     """Return as text how an exchange or queue differs; empty if not, or if it does not exist."""
     if (found := inventory.of(entity)) is None:
         return ""
-    wanted: dict[str, object] = {
-        "type": found["type"],
-        "durable": bool(entity.durable),
-        "auto_delete": bool(entity.auto_delete),
-    }
-    if isinstance(entity, Queue):
-        arguments = declared_arguments(entity)
-        # Without the argument, the virtual host's default counts.
-        wanted["type"] = arguments.pop("x-queue-type", found["type"])
-    else:
-        arguments = dict(entity.arguments or {})
-        wanted |= {"type": entity.type, "internal": False}
-    there = {**{flag: found.get(flag) for flag in wanted}, **found["arguments"]}
-    there.pop("x-queue-type", None)
-    wanted |= arguments
+    wanted, there = _flat(described(entity)), _flat(found)
+    # Without the argument, the virtual host's default counts.
+    wanted["type"] = wanted.pop("x-queue-type", wanted.get("type", found["type"]))
     return ", ".join(
         f"{name} is {there.get(name)!r} instead of {wanted.get(name)!r}"
-        for name in sorted({*wanted, *there})
+        for name in sorted({*wanted, *found["arguments"]} - {"x-queue-type"})
         if wanted.get(name) != there.get(name)
     )
+
+
+def _flat(entity: Json) -> dict[str, object]:
+    return {**entity, **entity["arguments"]}
 
 
 def check_policies(

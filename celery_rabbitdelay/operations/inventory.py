@@ -12,6 +12,7 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay.levels.topology import Binding
 from celery_rabbitdelay.operations.management import NOTHING, Json, ManagementAPI
 from celery_rabbitdelay.operations.quirks import DEAD_LETTERING_FLAG, version_of
+from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
 #: Keys of which a policy and an operator policy both hold, so that the smaller value counts:
 #: https://www.rabbitmq.com/docs/policies#operator-policies. For all others, the operator's counts.
@@ -110,6 +111,15 @@ def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
 
 def _by_name(entities: Iterable[Json]) -> dict[str, Json]:
     return {each["name"]: {**each, "arguments": each.get("arguments") or {}} for each in entities}
+
+
+def described(entity: Exchange | Queue) -> dict[str, object]:
+    """Return how an exchange or queue is declared, in the words of the management API."""
+    flags = {"durable": bool(entity.durable), "auto_delete": bool(entity.auto_delete)}
+    if isinstance(entity, Queue):
+        return {"name": entity.name, **flags, "arguments": declared_arguments(entity)}
+    kind = {"type": entity.type, "internal": False}
+    return {"name": entity.name, **kind, **flags, "arguments": dict(entity.arguments or {})}
 
 
 def effective_policies(inventory: Inventory, name: str) -> Iterator[Effective]:
