@@ -31,6 +31,7 @@ from celery_rabbitdelay.levels.headers import (
 from celery_rabbitdelay.levels.topology import CHECK_IN, Topology
 from celery_rabbitdelay.modules import limits
 from celery_rabbitdelay.modules.checkin import checked_task
+from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.limits import AllowedDestinations
@@ -132,8 +133,8 @@ class Redriving:
         if message.properties.get("content_type") == header_names.ENVELOPE:
             if is_new:
                 raise UnprocessableMessage("it is an envelope, which clients may not check in")
-            body, said = self._envelope(received.body, said)
-            received = received._replace(body=body)
+            received = self._envelope(received._replace(headers=said))
+            said = received.headers
         else:
             queue, exchange, key = self._intended(
                 said, problems, found.queue, key if is_new else None
@@ -256,21 +257,17 @@ class Redriving:
         self._check(early.exchange, early.routing_key)
         return early._replace(times=0)
 
-    def _envelope(self, body: bytes, said: DelayHeaders) -> tuple[bytes, DelayHeaders]:
-        """Return an envelope with its headers; check where each message in it goes."""
-        try:
-            envelope = Envelope.unpack(body)
-        except exceptions.InvalidEnvelope as invalid:
-            raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
+    def _envelope(self, message: WaitingMessage) -> WaitingMessage:
+        """Return an envelope as it is redriven; check where distribution publishes from it."""
         if self.to is not None:
-            envelope = _redirected(envelope)
-            said = said._replace(exchange="", routing_key=self.to)
-            body = envelope.pack()
-        for exchange, key in {
-            _destination_of({**envelope.headers, **item.headers}, said) for item in envelope.items
-        }:
-            self._check(exchange, key)
-        return body, said
+            try:
+                body = _redirected(Envelope.unpack(message.body)).pack()
+            except exceptions.InvalidEnvelope as invalid:
+                raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
+            message = message._replace(body=body).saying(exchange="", routing_key=self.to)
+        for each in Distribution(self.producer.topology).receive(message.amqp()):
+            self._check(each.exchange, each.routing_key)
+        return message
 
 
 def _as_checked_in(headers: Headers) -> dict[str, object]:
@@ -294,20 +291,6 @@ def _refuse_unreadable(message: amqp.Message, headers: Headers) -> None:
     if later is not None:
         raise exceptions.LaterVersion(later)
     header_names.refuse_sender_selected(headers)
-
-
-def _destination_of(given: Headers, outer: DelayHeaders) -> tuple[str, str]:
-    """Return the destination to which distribution publishes a message of an envelope."""
-    header_names.refuse_sender_selected(given)
-    inner, problems = header_names.parse(given)
-    exchange = outer.exchange if inner.exchange is None else inner.exchange
-    key = outer.routing_key if inner.routing_key is None else inner.routing_key
-    if problems or exchange is None or key is None:
-        raise UnprocessableMessage(
-            "the destination of a message in the envelope is unknown: "
-            f"{header_names.EXCHANGE} is {exchange!r}, {header_names.ROUTING_KEY} is {key!r}"
-        )
-    return exchange, key
 
 
 def _redirected(envelope: Envelope) -> Envelope:

@@ -244,6 +244,7 @@ FINE = Item(b"", {headers.EXCHANGE: "", headers.ROUTING_KEY: "reports"})
 ELSEWHERE = Item(b"", {headers.EXCHANGE: "other"})
 EARLY = {headers.EARLY: {"exchange": "amq.x", "routing-key": ""}}
 TO_TOPIC = straight("other", **{headers.EXCHANGE: "topic", headers.ROUTING_KEY: "daily"})
+LATER = {headers.VERSION: headers.MESSAGE_VERSION + 1}
 NO_MODULES: dict[str, Any] = {"modules": ()}
 
 
@@ -278,9 +279,10 @@ NO_MODULES: dict[str, Any] = {"modules": ()}
         (
             for_exchange("topic", "x"),
             in_envelope(Item(b"", {headers.ROUTING_KEY: 5})),
-            "a message in the envelope is unknown",
+            "rabbitdelay-routing-key is 5",
         ),
         (for_exchange("topic", "x"), in_envelope(Item(b"", {"BCC": ["x"]})), "header BCC"),
+        (for_exchange("topic", "x"), in_envelope(Item(b"", LATER)), "needs a later version"),
     ],
 )
 def test_messages_stay_with_the_reason(
