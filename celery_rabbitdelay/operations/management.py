@@ -25,7 +25,6 @@ from kombu.transport.pyamqp import SSLTransport
 
 from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
 from celery_rabbitdelay.levels.shown_url import without_password
-from celery_rabbitdelay.publishing.kombu_internals import connect
 
 #: Seconds that each step of a request may take.
 TIMEOUT: Final = 10.0
@@ -136,34 +135,25 @@ class ManagementAPI:
             raise ManagementUnavailable(self.url, str(error) or repr(error)) from error
 
 
-def management_api(connection: Connection, url: str | None) -> ManagementAPI:
-    """Return the API at a URL; None: at the broker that the connection reaches.
+def management_api(connection: Connection, url: str | None = None) -> ManagementAPI:
+    """Return the API at a URL; None: at the broker's host and the default port, with AMQP's user.
+
+    Args:
+        connection: A connection to the broker. If it is open, its host is the one of several that
+            was reached.
+        url: The URL.
 
     Raises:
         InvalidManagementURL: It is not such a URL.
-        OSError: The broker cannot be reached.
     """
-    if url is not None:
-        return ManagementAPI(url, tls_files_of(connection))
-    connect(connection)  # the host is the one of several that was reached
-    return management_api_of(connection)
-
-
-def management_api_of(connection: Connection) -> ManagementAPI:
-    """Return the API at the broker's host and the plugin's default port, with AMQP's user."""
-    is_tls = connection.ssl or isinstance(connection.transport, SSLTransport)
-    host = connection.hostname or "localhost"
-    host = f"[{host}]" if ":" in host else host
-    user, password = connection.userid or "guest", connection.password or "guest"
-    return ManagementAPI(
-        f"{'https' if is_tls else 'http'}://{quote(user, '')}:{quote(password, '')}@{host}",
-        tls_files_of(connection),
-    )
-
-
-def tls_files_of(connection: Connection) -> Mapping[str, str]:
-    """Return the TLS files that the application gives for its broker."""
-    return connection.ssl if isinstance(connection.ssl, dict) else NOTHING
+    if url is None:
+        is_tls = connection.ssl or isinstance(connection.transport, SSLTransport)
+        host = connection.hostname or "localhost"
+        host = f"[{host}]" if ":" in host else host
+        user, password = connection.userid or "guest", connection.password or "guest"
+        scheme = "https" if is_tls else "http"
+        url = f"{scheme}://{quote(user, '')}:{quote(password, '')}@{host}"
+    return ManagementAPI(url, connection.ssl if isinstance(connection.ssl, dict) else NOTHING)
 
 
 def parts_of_url(url: str) -> SplitResult | None:

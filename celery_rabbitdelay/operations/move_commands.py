@@ -200,25 +200,18 @@ def native(chain_prefix: str, pace: Pace) -> None:
 
 
 @adopt.command()
-@click.option(
-    "--version",
-    type=click.IntRange(1, 2),
-    default=2,
-    show_default=True,
-    help="Of NServiceBus's delay infrastructure: nsb.delay-level-* or nsb.v2.delay-level-*.",
-)
 @_move_options
-def nservicebus(version: int, pace: Pace) -> None:
-    """Adopt the messages in NServiceBus's delay infrastructure.
+def nservicebus(pace: Pace) -> None:
+    """Adopt the messages in NServiceBus's delay infrastructure, in queues nsb.v2.delay-level-*.
 
     They reach the same queues, through workers that serve distribution.
     """
     settings = shared.delays().settings
     if DISTRIBUTE not in settings.modules:
         raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
-    convert = conversion.nservicebus_chain(settings.topology, version, settings.signing_keys)
+    convert = conversion.nservicebus_chain(settings.topology, settings.signing_keys)
     destinations = Destinations(_target(), shared.app().amqp.queues)
-    _run(destinations, conversion.nservicebus_queues(version), convert, pace)
+    _run(destinations, conversion.nservicebus_queues(), convert, pace)
 
 
 @adopt.command()

@@ -123,6 +123,8 @@ def verify_application(
         ManagementUnavailable: The management API does not answer, or the user may not read all.
         OSError: The broker cannot be reached, or does not answer.
     """
+    if management is None:
+        connect(connection)  # the host is the one of several that is reached
     api = management_api(connection, management)
     rows: list[checks.FoundRow] = [row for each in additions_of(delays) for row in each.problems()]
     is_blocked = delays.is_blocked()

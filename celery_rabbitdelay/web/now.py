@@ -15,7 +15,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.metrics.reading import Reading
-from celery_rabbitdelay.operations import management
+from celery_rabbitdelay.operations.management import management_api
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked, verify_application
 from celery_rabbitdelay.registry.index import Filter
@@ -117,11 +117,8 @@ def _entering(site: Site) -> dict[str, object]:
 
 
 def _enter(site: Site) -> float:
-    connection, url = site.queues_broker.connection, site.options.management
-    if url is None:
-        api = management.management_api_of(connection)
-    else:
-        api = management.ManagementAPI(url, management.tls_files_of(connection))
+    connection = site.queues_broker.connection
+    api = management_api(connection, site.options.management)
     about = api.get("overview", columns="rates_mode,disable_stats")
     if about.get("rates_mode") == "none" or about.get("disable_stats"):
         raise ManagementUnavailable(api.url, "it keeps no statistics (management.rates_mode)")
