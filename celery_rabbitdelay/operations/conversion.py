@@ -412,22 +412,19 @@ def eta_tasks(tasks: TaskMessages, topology: Topology, queues: Mapping[str, Queu
         queues: The queues that the application knows, by their names.
     """
 
-    def delayed(message: amqp.Message, queue: str) -> Outgoing:
-        due = tasks.due(message)
-        if due is None or due.delay_ms <= topology.layout.tick_ms:
-            raise Stay(NOT_DELAYED)
-        info = message.delivery_info or {}
-        known = queues.get(queue) or Queue(queue, no_declare=True)
-        destination = Destination(known, info["exchange"], info["routing_key"])
-        return tasks.delayed(message, destination, due)
-
     def convert(message: amqp.Message, queue: str) -> Outgoing:
-        try:
-            return delayed(message, queue)
-        except Stay:
-            returns = [headers_of(message).get(name) for name in RETURNS]
-            if all(not isinstance(each, int) or each < MOST_RETURNS for each in returns):
-                raise
+        due, stay = tasks.due(message), Stay(NOT_DELAYED)
+        if due is not None and due.delay_ms > topology.layout.tick_ms:
+            info = message.delivery_info or {}
+            known = queues.get(queue) or Queue(queue, no_declare=True)
+            destination = Destination(known, info["exchange"], info["routing_key"])
+            try:
+                return tasks.delayed(message, destination, due)
+            except Stay as not_taken:
+                stay = not_taken
+        returns = [headers_of(message).get(name) for name in RETURNS]
+        if all(not isinstance(each, int) or each < MOST_RETURNS for each in returns):
+            raise stay
         return Outgoing("", queue, WaitingMessage.unopened(message))
 
     return convert

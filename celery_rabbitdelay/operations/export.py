@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from inspect import signature
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -24,6 +24,7 @@ from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.inventory import described
+from celery_rabbitdelay.operations.management import Json
 
 
 def as_setting(layout: Layout) -> dict[str, object] | None:
@@ -51,7 +52,7 @@ def _seconds(length_ms: int) -> float:
     return length_ms // 1000 if length_ms % 1000 == 0 else length_ms / 1000
 
 
-def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str, Any]]]:
+def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[Json]]:
     """Return the exchanges, queues and bindings that ``declare`` makes.
 
     The guard, which refuses other layouts under the prefix, is the first exchange. The marker,

@@ -102,7 +102,7 @@ class ManagementAPI:
         with self._asked(path, urlencode(query)) as answer:
             return json.load(answer)
 
-    def change(self, method: str, *path: str, **values: Any) -> None:
+    def change(self, method: str, *path: str, **values: object) -> None:
         """Make or delete something.
 
         Args:

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import amqp
 import click
@@ -299,7 +299,7 @@ def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Questio
         yield "read", "queue", name, partial(_consume_nothing, name)
 
 
-def _arguments(entity: Exchange | Queue) -> dict[str, Any]:
+def _arguments(entity: Exchange | Queue) -> dict[str, object]:
     """Return how an entity is declared; kombu's own method would call a queue's on_declared."""
     told = described(entity)
     return {
