@@ -458,10 +458,8 @@ class Records:
         ((is_noted,),) = self._store.of_each(call, is_durable=True)
         if isinstance(is_noted, str):
             raise RegistryUnavailable(f"the schedule {name!r} cannot be noted: {is_noted}")
-        if is_noted:  # what waits for the end of a run will be dropped, and keeps no other out
-            self._store.commands(lambda pipe: pipe.delete(self._names.of("queued", name)))
-            if put is None:
-                self.note_due({name: None})
+        if is_noted and put is None:
+            self.note_due({name: None})
         return bool(is_noted)
 
     def _call(

@@ -106,10 +106,13 @@ def given(consumer: Any, delivery: Delivery) -> None:
 def queue(registry: Registry, occurrence: Occurrence, lasts_ms: int) -> bool:
     """Lease the place of the one that waits for the end of a run, or give it back.
 
+    Each edit of a schedule has a place of its own: what an earlier one left there is dropped when
+    it comes back, and keeps no other out.
+
     Returns:
         Whether the occurrence has it, or Redis does not answer: then it runs.
     """
-    key = registry.names.of("queued", occurrence.name)
+    key = registry.names.of("queued", f"{occurrence.order}:{occurrence.name}")
     with suppress(RegistryUnavailable):  # it ends by itself
         return registry.store.lease(key, occurrence.task_id, lasts_ms)
     return True
