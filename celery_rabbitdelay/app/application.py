@@ -43,7 +43,9 @@ from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
+    Args,
     DelayOptions,
+    Kwargs,
     OwnOptions,
     Result,
     SendOptions,
@@ -102,7 +104,7 @@ class TaskAttributes:
 class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore[type-arg]
     """The base class of the application's tasks, mixed into the one that the user chose.
 
-    A :class:`celery.Task`, to be named where a type is: as a ``base``, or as that of ``self``.
+    Name it where a type is needed: as the ``base`` of a task, or as the type of ``self``.
     ``retry()`` accepts ``delay``, and raises if it cannot be published.
     """
 
@@ -118,7 +120,7 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
         def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[ResultT_co]:
             """Send the task with these arguments and without options; not after a delay."""
 
-        def s(self, *args: Any, **kwargs: Any) -> DelayingSignature[ResultT_co]:
+        def s(self, *args: object, **kwargs: object) -> DelayingSignature[ResultT_co]:
             """Create a signature with these arguments, or the last ones of them."""
 
         def si(self, *args: P.args, **kwargs: P.kwargs) -> DelayingSignature[ResultT_co]:
@@ -128,7 +130,7 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             """Call ``delay`` after the transaction; only with Django."""
 
         def apply_async_on_commit(
-            self, args: Any = None, kwargs: Any = None, **options: Unpack[DelayOptions]
+            self, args: Args = None, kwargs: Kwargs = None, **options: Unpack[DelayOptions]
         ) -> None:
             """Call ``apply_async`` after the transaction; only with Django."""
 
@@ -153,9 +155,9 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
 
     def apply_async(
         self,
-        args: Any = None,
-        kwargs: Any = None,
-        *more: Any,
+        args: Args = None,
+        kwargs: Kwargs = None,
+        *more: object,
         **options: Unpack[DelayOptions],
     ) -> AsyncResult[ResultT_co]:
         """Send the task, as :meth:`celery.app.task.Task.apply_async`, which takes ``delay`` too.
@@ -195,8 +197,8 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
 
     def retry(
         self,
-        args: Any = None,
-        kwargs: Any = None,
+        args: Args = None,
+        kwargs: Kwargs = None,
         exc: Exception | None = None,
         throw: bool = True,
         eta: datetime | None = None,
@@ -231,7 +233,7 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             given[BESIDE_STAMPS] = own
         of_celery = {"args": args, "kwargs": kwargs, "exc": exc, "eta": eta}
         of_celery |= {"countdown": countdown, "max_retries": max_retries}
-        # An override of the application's may know these by name only, or have its own defaults.
+        # An application's override may take these by keyword only, or have defaults of its own.
         given |= {name: value for name, value in of_celery.items() if value is not None}
         if not throw:
             given["throw"] = False
@@ -254,7 +256,7 @@ class TaskDecorator(Protocol):
     """``app.task`` and ``shared_task``, for type checkers: their tasks take our options."""
 
     @overload
-    def __call__(self, fun: Callable[P, ResultT], /, **options: Any) -> Task[P, ResultT]: ...
+    def __call__(self, fun: Callable[P, ResultT], /, **options: object) -> Task[P, ResultT]: ...
     @overload
     def __call__(
         self,
@@ -264,7 +266,7 @@ class TaskDecorator(Protocol):
         once: bool = False,
         track: bool | None = None,
         **options: Any,
-    ) -> Callable[[Callable[..., Any]], TaskT]: ...
+    ) -> Callable[[Callable[..., object]], TaskT]: ...
     @overload
     def __call__(
         self,
@@ -293,7 +295,7 @@ _shared_task: Any = celery.shared_task
 shared_task: TaskDecorator = _shared_task
 
 
-def _mixed(name: str, mix: Callable[[Any], object]) -> cached_property[Any]:
+def _mixed(name: str, mix: Callable[[Any], object]) -> cached_property[object]:
     """Return an attribute of an application that Celery caches, with a class of ours mixed in.
 
     Celery, or the application's own class, makes the value when it is first needed. What is
@@ -444,11 +446,11 @@ class Celery(DelayingCelery):
         return DelayingSignature.of(signature) if type(signature) is Signature else signature
 
 
-def install(app: celery.Celery[Any]) -> Celery:
+def install(app: celery.Celery) -> Celery:
     """Make the delays of an existing application live in RabbitMQ; return the application.
 
-    What the application has and makes stays, with a class of ours mixed in: the classes of its
-    tasks and results, its queues, its remote control.
+    The application keeps its own classes of tasks, results, queues and remote control. A class of
+    this package is mixed into each of them.
 
     Args:
         app: Any Celery application, Django's or a third party's. It stays the same object; only
@@ -480,6 +482,6 @@ def _add(app: celery.Celery) -> None:
     celery_internals.MixingTasks.mix(app, Task)
 
 
-def _rebuild(rebuild: Callable[..., celery.Celery], *arguments: Any) -> celery.Celery:
+def _rebuild(rebuild: Callable[..., celery.Celery], *arguments: object) -> celery.Celery:
     """Unpickle an application: the class that :func:`install` made cannot be imported by name."""
     return install(rebuild(*arguments))

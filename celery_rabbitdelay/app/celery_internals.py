@@ -26,6 +26,7 @@ from celery.utils.saferepr import saferepr
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Queue
 
+from celery_rabbitdelay.app.options import Options
 from celery_rabbitdelay.exceptions import InvalidDelay
 from celery_rabbitdelay.levels.delay import plain
 
@@ -254,7 +255,7 @@ def sends_a_group() -> bool:
     return sys._getframe(2).f_code is code
 
 
-def headers_of_former(app: celery.Celery, options: Mapping[str, Any]) -> Mapping[str, object]:
+def headers_of_former(app: celery.Celery, options: Options) -> Mapping[str, object]:
     """Return the headers of the message whose task is retried, or replaced, by one that is sent.
 
     They are those of the task that runs: what ``retry(headers=...)`` gives comes instead of them.

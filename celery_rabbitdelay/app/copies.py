@@ -1,9 +1,9 @@
 """Copies: the messages of a task's many calls, written like the one that Celery has made.
 
-An optimization; whoever reads how a task is sent can skip it. The messages of a task's calls with
-the same options differ in their id, their arguments and their due time. The first one goes through
-all of Celery, and is the template of the next. :meth:`Copies.send` is asked before Celery is, and
-returns None for any call that only Celery can make a message of.
+This file is an optimization; a reader can skip it. The messages of a task's calls with the same
+options differ in id, arguments and due time only. Celery makes the first message, which is the
+template of the next ones. Each send tries :meth:`Copies.send` first, which returns None if only
+Celery can make the message.
 
 A message may be copied while Celery would make the same one: no setting, queue, route, attribute of
 the task or receiver of a signal has changed, and no function but Celery's own has a part in it.
@@ -23,7 +23,6 @@ from types import FunctionType, NoneType
 from typing import Any, Final
 
 import celery
-from amqp.serialization import dumps
 from celery import signals as celery_signals
 from celery.app import amqp as celery_amqp
 from celery.app.routes import MapRoute, Router
@@ -35,7 +34,7 @@ from kombu.utils.uuid import uuid
 from celery_rabbitdelay.app import celery_internals, signals
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
-from celery_rabbitdelay.app.options import Options, Result, TaskOrName
+from celery_rabbitdelay.app.options import Args, Kwargs, Options, Result, TaskOrName
 from celery_rabbitdelay.app.pipelines import Sent, TaskPipeline, current_pipeline, publish_task
 from celery_rabbitdelay.app.seams import NO_HEADERS, Call, additions_of
 from celery_rabbitdelay.app.task_sending import DelayedTaskProducer
@@ -50,8 +49,8 @@ from celery_rabbitdelay.publishing.message import (
     PERSISTENT,
     Content,
     Publication,
+    SharedProperties,
     WaitingMessage,
-    encoded,
 )
 from celery_rabbitdelay.publishing.signature import signed
 
@@ -89,13 +88,6 @@ ENVELOPE_HEADERS: Final = frozenset(
 #: If ``repr()`` contains one of these after its first character (quotes, escapes, objects, nested
 #: values), Celery's ``saferepr`` may differ from it.
 _MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
-
-#: Stand for the correlation id and the headers, where the encoded properties are divided.
-_MARK: Final = uuid()
-_MARKED: Final = {_MARK: True}
-
-#: The bytes before a table that say how many follow.
-_SIZE: Final = 4
 
 
 class CapturingProducer(DelayedTaskProducer):
@@ -135,7 +127,7 @@ def name_of(task: TaskOrName) -> str:
     return task if isinstance(task, str) else str(task.name)
 
 
-def function_to_send(app: celery.Celery, task: TaskOrName) -> Callable[..., Any]:
+def function_to_send(app: celery.Celery, task: TaskOrName) -> Callable[..., Result]:
     """Return what sends a task: its ``apply_async``, or ``send_task`` with its name."""
     return partial(app.send_task, task) if isinstance(task, str) else task.apply_async
 
@@ -164,15 +156,15 @@ class Template:
         self.ignores_result = bool(first.delayed.message.headers.others.get("ignore_result"))
         message = first.delayed.message.amqp()
         correlation_id = message.properties.get("correlation_id")
-        # The one that the caller has given, for all; None if each message has its task's id.
+        # The caller's own, which all messages share; None if each message has its task's id.
         self._correlation_id = None if correlation_id == call.task_id else correlation_id
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
         sizes, self._repr_depth = celery_internals.repr_limits(first.amqp.app)
         named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
-        # Those that the caller has given are the same for all.
+        # If the caller has given one of them, all messages share it.
         self._reprs = {name: size for name, size in named if not options.get(name)}
-        own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS, *self._reprs}
-        own.update(call.headers, {"root_id"} if self._has_root else ())
+        own = self._own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS}
+        own.update(self._reprs, call.headers, {"root_id"} if self._has_root else ())
         #: The headers and the properties that all messages share. Celery leaves options that AMQP
         #: does not know among a message's properties.
         self._headers = {
@@ -186,7 +178,7 @@ class Template:
             if name in MESSAGE_PROPERTIES and name not in ("application_headers", "correlation_id")
         }
         #: Threads have a ``reply_to`` each.
-        self._encoded = lru_cache(maxsize=16)(self._encode_shared)
+        self._encoder = lru_cache(maxsize=16)(self._make_encoder)
         self._json = JSONEncoder().encode
         #: The end of each body, if it is JSON, which is then written faster; otherwise empty.
         self._rest = ""
@@ -208,7 +200,7 @@ class Template:
 
         Args:
             call: The call.
-            reply_to: Where the answer goes, if the message says so; None for where all go.
+            reply_to: The address for the answer; None for the address in the first message.
         """
         content = self.content(call, reply_to)
         producer = self.producer
@@ -240,42 +232,38 @@ class Template:
         return own
 
     def content(self, call: Call, reply_to: str | None = None) -> Content:
-        """Return the message of a call; with its own ``reply_to``, unless that is that of all.
+        """Return the message of a call.
 
-        The headers and properties that all messages share are encoded once: to encode them for each
-        message takes twice as long as all else here.
+        Args:
+            call: The call.
+            reply_to: As for :meth:`publication`.
         """
         own = {**self._own_headers(call), header_names.DUE: call.due.at_ms}
         if self._has_root:
             own["root_id"] = call.task_id
-        correlation_id, body = self._correlation_id or call.task_id, self._body(call)
-        self._sign(own, self._headers, {**self._properties, "correlation_id": correlation_id}, body)
-        before, table, between, behind = self._encoded(reply_to)
-        table += dumps("F", (own,))[_SIZE:]
-        parts = before, len(table).to_bytes(_SIZE, "big"), table, between
-        return Content(b"".join((*parts, dumps("s", (correlation_id,)), behind)), body)
+        encoder, body = self._encoder(reply_to), self._body(call)
+        return self._signed(encoder, own, body, self._correlation_id or call.task_id)
 
-    def _encode_shared(self, reply_to: str | None) -> tuple[bytes, bytes, bytes, bytes]:
-        """Return the bytes before the headers, shared headers, and around the correlation id."""
-        properties = {**self._properties, "application_headers": _MARKED, "correlation_id": _MARK}
+    def _make_encoder(self, reply_to: str | None) -> SharedProperties:
+        properties = {**self._properties, "correlation_id": ""}
         if reply_to is not None:
             properties["reply_to"] = reply_to
-        before, behind_headers = encoded(properties).split(dumps("F", (_MARKED,)))
-        between, behind = behind_headers.split(dumps("s", (_MARK,)))
-        return before, dumps("F", (self._headers,))[_SIZE:], between, behind
+        return SharedProperties(self._headers, properties, self._own)
 
-    def _sign(
+    def _signed(
         self,
-        own: dict[str, Any],
-        shared: Mapping[str, object],
-        properties: Mapping[str, object],
+        encoder: SharedProperties,
+        own: dict[str, object],
         body: bytes,
-    ) -> None:
-        """Add the signature to a message's own headers, if there is a key."""
+        correlation_id: str | None = None,
+    ) -> Content:
+        """Return a message with its own headers, signed if there is a key."""
         keys = self.producer.signing_keys
         if keys is not None:
-            said, _ = header_names.parse({**shared, **own})
+            said, _ = header_names.parse({**encoder.headers, **own})
+            properties = {**encoder.properties, "correlation_id": correlation_id}
             own[header_names.SIGNATURE] = keys.signature(body, properties, said)
+        return Content(encoder.encode(own, correlation_id), body)
 
     def item(self, call: Call) -> bytes:
         """Return a call as it stands in an envelope: two blocks.
@@ -295,18 +283,19 @@ class Template:
         Raises:
             InvalidEnvelope: An envelope cannot express a header that all calls have.
         """
-        shared = self._headers
-        destination = {name: shared[name] for name in RESTORED_HEADERS if name in shared}
+        own: dict[str, object] = {header_names.DUE: due_ms}
+        return self._signed(self._envelope, own, compressed(self._shared + items))
+
+    @cached_property
+    def _envelope(self) -> SharedProperties:
+        headers = {name: self._headers[name] for name in RESTORED_HEADERS if name in self._headers}
         properties = {
             "content_type": ENVELOPE,
             "content_encoding": "binary",
             "delivery_mode": PERSISTENT,
             "priority": self._properties.get("priority", 0),
         }
-        body = compressed(self._shared + items)
-        headers = {**destination, header_names.DUE: due_ms}
-        self._sign(headers, NO_HEADERS, properties, body)
-        return Content(encoded({**properties, "application_headers": headers}), body)
+        return SharedProperties(headers, properties, self._own)
 
     @cached_property
     def _shared(self) -> bytes:
@@ -388,10 +377,11 @@ class Copies:
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
-        #: With what each was made from. None: such messages are made by Celery.
+        #: By key: the fingerprint that a template was made from, and the template; None if only
+        #: Celery can make such messages.
         self._templates: dict[object, tuple[object, Template | None]] = {}
 
-    def send(self, task: TaskOrName, args: Any, kwargs: Any, options: Options) -> Result | None:
+    def send(self, task: TaskOrName, args: Args, kwargs: Kwargs, options: Options) -> Result | None:
         """Send a task as a copy; return None if it has to go through Celery.
 
         Args:
@@ -422,7 +412,7 @@ class Copies:
         return result
 
     def _copy(
-        self, task: TaskOrName, args: Any, kwargs: Any, options: Options
+        self, task: TaskOrName, args: Args, kwargs: Kwargs, options: Options
     ) -> tuple[Template, Publication, TaskPipeline | None]:
         """Return the message of a call, what it is a copy of, and the block that confirms it."""
         delays, is_member = self._delays, "group_index" in options
@@ -523,7 +513,7 @@ class Copies:
         """
         app = self._delays.app
         values = (*shared.values(), *of_group.values())
-        # A value of another type is equal to no other one that Celery reads in another way.
+        # A value of another type may be equal to one that Celery reads in another way.
         if app.current_worker_task is not None or any(
             type(each) not in PLAIN_TYPES for each in values
         ):
@@ -617,10 +607,11 @@ def _made_from(app: Any, task: Any) -> tuple[object, ...]:
         app: The application.
         task: The task; None for one that the application does not know.
     """
-    conf, amqp, router = app.conf, app.amqp, app.amqp.router
+    conf, amqp = app.conf, app.amqp
+    router, queues = amqp.router, amqp.queues
     return (
         *(os.getpid(), conf, len(conf.maps), dict(conf.changes)),
-        *(amqp, router, *getattr(router, "routes", ()), amqp.queues, *amqp.queues.values()),
+        *(amqp, router, *getattr(router, "routes", ()), queues, *queues.values()),
         *(amqp.send_task_message, amqp.create_task_message, type(app.backend)),
         *(amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize),
         *(type(app).send_task, vars(app).get("send_task")),

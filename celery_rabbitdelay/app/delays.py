@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import celery
@@ -27,7 +28,7 @@ from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.publishing.declaration import check_complete, declare
-from celery_rabbitdelay.publishing.kombu_internals import cached_property
+from celery_rabbitdelay.publishing.kombu_internals import cached_property as locked_property
 from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class StandIn(NamedTuple):
 
     publisher: Publisher
     producer: Producer
-    broadcast: Callable[[str, Mapping[str, Any]], None]
+    broadcast: Callable[[str, Mapping[str, object]], None]
 
 
 class Delays:
@@ -75,8 +76,8 @@ class Delays:
         self.app = app
         self.recorder = Recorder()
         self.stand_in: StandIn | None = None
-        self._parts: dict[Callable[[Any], Any], Any] = {}
-        self._instead: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {}
+        self._parts: dict[Callable[[Delays], object], Any] = {}
+        self._instead: Mapping[Callable[[Delays], object], Callable[[Delays], object]] = {}
         self._countdowns = WarningLimit(logger, "Delays treated as countdowns", HOUR)
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
@@ -120,7 +121,7 @@ class Delays:
         """
         return bool(self.setting(setting))
 
-    def setting(self, name: str) -> Any:
+    def setting(self, name: str) -> object:
         """Return the value of a setting, also one of an addition; None if it is not configured.
 
         Args:
@@ -146,7 +147,7 @@ class Delays:
         """The levels as exchanges, queues and bindings; ``topology.route(delay, queue_name)``."""
         return self.settings.topology
 
-    @cached_property
+    @locked_property  # each send goes through one pool
     def pool(self) -> PublisherPool:
         """The pool of this process's publishers; its limit is ``broker_pool_limit``."""
         return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
@@ -274,7 +275,7 @@ class Delays:
     def replaced_by(
         self,
         stand_in: StandIn,
-        instead: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {},
+        instead: Mapping[Callable[[Delays], object], Callable[[Delays], object]] = {},
     ) -> Iterator[None]:
         """Let something else take all messages during a block.
 

@@ -40,7 +40,7 @@ def checkin_destinations(app: DelayingCelery) -> AllowedDestinations:
     if patterns is not None:
         return _never(AllowedDestinations.matching(patterns), app)
     # If task_queues is unset, Celery makes the default queue.
-    queues: Any = app.amqp.Queues(app.conf.task_queues)
+    queues = app.amqp.Queues(app.conf.task_queues)
     return _never(AllowedDestinations.of_queues(queues.values()), app)
 
 
@@ -86,7 +86,7 @@ def configured_destinations(app: DelayingCelery) -> AllowedDestinations:
 
 def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
     """Return the queues that the configuration names, by their names."""
-    queues: Any = app.amqp.Queues(app.conf.task_queues)
+    queues = app.amqp.Queues(app.conf.task_queues)
     for name in {app.conf.task_default_queue, *_named(app)}:
         # It makes the queue as Celery does, unless task_create_missing_queues is off.
         with suppress(KeyError):
@@ -113,8 +113,7 @@ def _never(allowed: AllowedDestinations, app: DelayingCelery) -> AllowedDestinat
 
 def _named(app: DelayingCelery) -> Iterator[str]:
     """Yield the queues that ``task_routes`` and the tasks name; a router function names none."""
-    routers: Any = app.amqp.routes
-    maps: list[Any] = [each for each in routers if isinstance(each, MapRoute)]
+    maps: list[Any] = [each for each in app.amqp.routes if isinstance(each, MapRoute)]
     routes = [route for each in maps for route in (*each.map.values(), *each.patterns.values())]
     queues = [route.get("queue") if isinstance(route, Mapping) else route for route in routes]
     for queue in (*queues, *(getattr(task, "queue", None) for task in app.tasks.values())):

@@ -22,7 +22,14 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.copies import function_to_send
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
-from celery_rabbitdelay.app.options import BESIDE_STAMPS, Result, TaskOrName, without_stamps
+from celery_rabbitdelay.app.options import (
+    BESIDE_STAMPS,
+    Args,
+    Kwargs,
+    Result,
+    TaskOrName,
+    without_stamps,
+)
 from celery_rabbitdelay.app.pipelines import MIN_TIMEOUT, current_pipeline, open_pipeline
 from celery_rabbitdelay.app.rows import Given, Report
 from celery_rabbitdelay.app.seams import additions_of, checked_added_options
@@ -37,6 +44,8 @@ from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 if TYPE_CHECKING:
+    from celery.beat import Service
+
     from celery_rabbitdelay.metrics.collector import HasMetrics
     from celery_rabbitdelay.registry.waiting import Waiting
     from celery_rabbitdelay.schedules.addition import HasSchedules
@@ -67,7 +76,7 @@ else:
 logger = logging.getLogger(__name__)
 
 
-def _beat_starts(sender: Any, **_: Any) -> None:
+def _beat_starts(sender: Service, **_: object) -> None:
     delays = getattr(sender.app, "rabbitdelay", None)
     if isinstance(delays, Delays):
         for each in additions_of(delays):
@@ -183,9 +192,9 @@ class RabbitDelay(Added, Delays):
     async def send(
         self,
         task: TaskOrName,
-        args: Any = None,
-        kwargs: Any = None,
-        **options: Any,
+        args: Args = None,
+        kwargs: Kwargs = None,
+        **options: object,
     ) -> Result:
         """Send a task from a coroutine: ``apply_async`` in a thread; the event loop goes on.
 
@@ -278,7 +287,7 @@ class RabbitDelay(Added, Delays):
         if envelopes is None:
             envelopes = DISTRIBUTE in self.settings.modules
         tolerance_ms = tolerance_milliseconds(tolerance)
-        registered: Any = self.app.tasks.get(task) if isinstance(task, str) else task
+        registered: object = self.app.tasks.get(task) if isinstance(task, str) else task
         if (
             not self.is_available(connection)
             or self.app.conf.task_always_eager

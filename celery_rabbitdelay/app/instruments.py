@@ -1,4 +1,4 @@
-"""Instruments: what this package counts and measures, and the recorder that takes the values.
+"""The counters, gauges and histograms of this package, and the recorder of their values.
 
 An addition defines its own instruments. Labels have few values by design: task names, queue names
 and, on some gauges, level names. A worker takes task and queue names from its own tables, never
@@ -27,7 +27,7 @@ InstrumentKind: TypeAlias = Literal["counter", "gauge", "histogram"]
 #: The values of the labels of an instrument, in their order.
 Labels: TypeAlias = tuple[str, ...]
 
-#: Whether the addition that takes the values is installed.
+#: Whether the addition that keeps the values is installed.
 _HAS_METRICS: Final = find_spec("celery_rabbitdelay.metrics") is not None
 
 
@@ -94,13 +94,14 @@ TAKEN_OVER: Final = counter(
 
 
 class Recorder:
-    """Records values in ``app.rabbitdelay.metrics`` once they are in use; does nothing before.
+    """Records values in ``app.rabbitdelay.metrics``; does nothing until the metrics are in use.
 
-    They are in use once somebody has read them, or this process has set up OpenTelemetry's SDK.
+    They are in use once a program has read ``app.rabbitdelay.metrics``, or has set up
+    OpenTelemetry's SDK.
 
     Attributes:
-        gauges: What reads the present value of a gauge without labels. A worker that serves
-            metrics reads them at each collection.
+        gauges: For each gauge without labels, a function that returns its present value. A worker
+            that serves metrics calls the functions at each collection.
     """
 
     def __init__(self) -> None:
@@ -143,7 +144,8 @@ def queue_label(delayed: Delayed) -> str:
 
 def opentelemetry_is_set_up() -> bool:
     """Return whether this process has set up OpenTelemetry's SDK for metrics."""
-    # Without this module nobody has, and it has no such class while another thread imports it.
+    # If the module was not imported, the SDK is not set up. While another thread imports the
+    # module, the class is missing.
     provider_class = getattr(sys.modules.get("opentelemetry.sdk.metrics"), "MeterProvider", None)
     if provider_class is None:
         return False

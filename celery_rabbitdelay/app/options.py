@@ -1,8 +1,8 @@
-"""The options of a send: their names, their types, and those of which only one may be given."""
+"""The options of a send: their names and types, and a check of those that exclude each other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias, TypedDict
 
@@ -18,10 +18,14 @@ from celery_rabbitdelay.levels.delay import Delay
 #: A task, or its name.
 TaskOrName: TypeAlias = "celery.Task[Any, Any] | str"
 
+#: The arguments of a task, as callers give them.
+Args: TypeAlias = Sequence[object] | None
+Kwargs: TypeAlias = Mapping[str, object] | None
+
 #: The options of a send by their names: what ``apply_async`` and ``send_task`` take.
 Options: TypeAlias = Mapping[str, Any]
 
-#: Options that whoever has them may change.
+#: Options in a dict that a function may change, because it has made the dict.
 OwnOptions: TypeAlias = dict[str, Any]
 
 #: The result of a task.
@@ -30,13 +34,13 @@ Result: TypeAlias = AsyncResult[Any]
 #: The options of the kernel; see :func:`own_options`.
 OWN_OPTIONS: Final = ("delay", "tolerance", "confirm_timeout")
 
-#: An option that holds options of this package where there may be stamps of the same names, which
-#: somebody else has chosen.
+#: An option that holds the options of this package where the caller's stamps may have the same
+#: names.
 BESIDE_STAMPS: Final = "rabbitdelay_options"
 
 
 class SendOptions(TypedDict, total=False):
-    """The options of a send without those of its time, for type checkers: ours, then Celery's."""
+    """The options of a send except delay, countdown and eta, for type checkers; ours come first."""
 
     tolerance: Delay
     confirm_timeout: float
@@ -56,7 +60,7 @@ class SendOptions(TypedDict, total=False):
     shadow: str | None
     expires: float | datetime | None
     retry: bool
-    retry_policy: Mapping[str, Any] | None
+    retry_policy: Mapping[str, object] | None
     queue: str | kombu.Queue | None
     exchange: str | kombu.Exchange | None
     routing_key: str | None
@@ -65,7 +69,7 @@ class SendOptions(TypedDict, total=False):
     compression: str | None
     delivery_mode: int | str
     mandatory: bool
-    headers: Mapping[str, Any] | None
+    headers: Mapping[str, object] | None
     stamped_headers: list[str] | None
     reply_to: str | None
     root_id: str | None
@@ -79,7 +83,7 @@ class SendOptions(TypedDict, total=False):
 
 
 class DelayOptions(SendOptions, total=False):
-    """What ``apply_async`` and signatures take."""
+    """The options that ``apply_async`` and signatures take, for type checkers."""
 
     delay: Delay | None
     countdown: float | None
@@ -92,7 +96,7 @@ def own_options() -> tuple[str, ...]:
 
 
 def without_stamps(options: Options) -> tuple[OwnOptions, OwnOptions]:
-    """Return the options of a send, and apart from them the stamps that have the name of one.
+    """Separate the options of a send from the stamps that have the name of an option.
 
     Celery passes stamps among the options, and lists their names.
 

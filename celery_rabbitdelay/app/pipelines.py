@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from celery.exceptions import Ignore, Reject
 from kombu import Connection, Producer
@@ -142,9 +142,8 @@ class TaskPipeline:
         """
         self.borrow(policy.timeout)
         assert self._pipeline is not None
-        window = self.delays.settings.max_unconfirmed
         try:
-            self._pipeline.publish(publication, policy._replace(window=window))
+            self._pipeline.publish(publication, policy)
         finally:
             if publication.error is not None:
                 self._raised.add(publication)
@@ -370,7 +369,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _owner() -> tuple[int, int, asyncio.Task[Any] | None]:
+def _owner() -> tuple[int, int, object]:
     """Return the process, the thread and the coroutine that run now."""
     try:
         task = asyncio.current_task()

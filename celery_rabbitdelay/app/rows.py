@@ -39,7 +39,7 @@ class Row(NamedTuple):
     """
 
     args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = {}
+    kwargs: Mapping[str, object] = {}
     delay: Delay | None = None
     eta: datetime | str | None = None
     task_id: str | None = None
@@ -48,16 +48,16 @@ class Row(NamedTuple):
 
 @dataclass
 class Report:
-    """What was sent, so far.
+    """The progress of a ``send_many``, and its result.
 
     Attributes:
-        sent: How many rows publishing was attempted for.
-        confirmed: How many of these the broker has confirmed.
+        sent: The number of rows that were published, with a confirm or without.
+        confirmed: The number of these rows that the broker has confirmed.
         resent: How often a message was published again.
         messages: How many messages were confirmed, envelopes among them.
         envelopes: How many messages that hold several rows were confirmed.
         seconds: How long it has taken.
-        errors: How many rows were not confirmed, by the name of the error.
+        errors: The number of rows that were not confirmed, by the name of the error.
     """
 
     sent: int = 0
@@ -74,7 +74,7 @@ class Report:
         return self.confirmed / self.seconds if self.seconds else 0.0
 
 
-def row_of(given: Mapping[str, Any]) -> Row:
+def row_of(given: Mapping[str, object]) -> Row:
     """Return the row that has these fields.
 
     Raises:
@@ -84,7 +84,7 @@ def row_of(given: Mapping[str, Any]) -> Row:
         takes = 'a celery_rabbitdelay.Row, or its fields, such as {"args": [7], "delay": 3600}'
         raise InvalidRow(given, f"takes {takes}")
     try:
-        return Row(**given)
+        return Row(**given)  # type: ignore[arg-type]
     except TypeError as wrong:
         unknown = ", ".join(sorted(map(str, given.keys() - set(Row._fields))))
         takes = ", ".join(Row._fields)
@@ -93,14 +93,14 @@ def row_of(given: Mapping[str, Any]) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class WrittenRows:
-    """Rows that are due in the same tick, each as :meth:`.Template.item` writes it.
+    """Rows that are due in the same tick, as :meth:`.Template.item` writes them.
 
-    ``send_many`` writes the first of them again. If that gives other bytes, because the application
-    has another serializer for example, it reads all of them and writes each itself.
+    ``send_many`` writes the first row again. If the bytes differ, because the application has
+    another serializer for example, ``send_many`` reads all rows and writes each of them.
 
     Attributes:
-        items: The bytes of all of them.
-        count: How many they are; at least one.
+        items: The bytes of all rows.
+        count: The number of rows; at least one.
         due_ms: When they are due, in milliseconds since 1970-01-01 UTC.
     """
 
@@ -119,19 +119,19 @@ class WrittenRows:
         blocks, due = blocks_of(self.items), self.due
         for own in blocks:
             body = next(blocks)
-            headers = json.loads(bytes(own))["headers"]
-            args, kwargs, _ = loads(bytes(body))
+            headers = json.loads(own)["headers"]
+            args, kwargs, _ = loads(body)
             if headers.get("argsrepr", "").startswith("("):
                 args = tuple(args)  # JSON has lists only
-            item = length_prefixed(bytes(own)) + length_prefixed(bytes(body))
+            item = length_prefixed(own) + length_prefixed(body)
             yield Call(headers["id"], args, kwargs, due), item
 
 
 #: The input of a send: one row, or many rows in their written form.
-Given: TypeAlias = "Row | Mapping[str, Any] | WrittenRows"
+Given: TypeAlias = "Row | Mapping[str, object] | WrittenRows"
 
 
-def one_by_one(rows: Iterable[Given]) -> Iterator[Row | Mapping[str, Any]]:
+def one_by_one(rows: Iterable[Given]) -> Iterator[Row | Mapping[str, object]]:
     """Yield single rows, unpacking :class:`WrittenRows`."""
     for given in rows:
         if isinstance(given, WrittenRows):
@@ -142,7 +142,8 @@ def one_by_one(rows: Iterable[Given]) -> Iterator[Row | Mapping[str, Any]]:
             yield given
 
 
-#: Maximum messages in one group: more would save little, and each waits for those before it.
+#: Maximum messages in one group. A larger group would save little, and distribution publishes the
+#: messages of a group one after the other.
 MAX_GROUP_MESSAGES: Final = 1000
 
 #: Maximum bytes in one group.
@@ -202,7 +203,7 @@ class Grouper:
         self._until_ns = 0
 
     def add(self, row: int, call: Call) -> list[Group]:
-        """Put the message of a call into its group; return the groups that wait no longer.
+        """Put the message of a call into its group; return the groups that are complete.
 
         Args:
             row: The number of its row.

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
-
-from celery.result import AsyncResult
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.options import Options, OwnOptions, Result
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import DelayHeaders
@@ -22,7 +21,12 @@ from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed
 
 if TYPE_CHECKING:
+    from celery.beat import Service
+
     from celery_rabbitdelay.publishing.message import Content
+
+#: Rows that are written already.
+WrittenT = TypeVar("WrittenT")
 
 #: The headers of a call that needs none of its own.
 NO_HEADERS: Final[Mapping[str, str]] = {}
@@ -42,8 +46,8 @@ class Call(NamedTuple):
     """
 
     task_id: str
-    args: Any
-    kwargs: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, object]
     due: Due
     headers: Mapping[str, Any] = NO_HEADERS
     has_id: bool = True
@@ -67,10 +71,10 @@ class Send:
 
     delays: Delays
     name: str
-    task: Any
-    options: dict[str, Any]
-    added: Mapping[str, Any]
-    former: Mapping[str, Any]
+    task: object
+    options: OwnOptions
+    added: Options
+    former: Options
     has_id: bool
 
 
@@ -82,11 +86,11 @@ class AddedToSend:
         """Whether the send is confirmed by itself, and not at the end of a block."""
         return False
 
-    def around(self, due: Due, send: Callable[[], AsyncResult[Any]]) -> AsyncResult[Any]:
+    def around(self, due: Due, send: Callable[[], Result]) -> Result:
         """Send the task, or return the result of another one instead."""
         return send()
 
-    def headers(self, due: Due) -> Mapping[str, Any]:
+    def headers(self, due: Due) -> Mapping[str, object]:
         """Return the headers that the message gets; called just before it is made."""
         return {}
 
@@ -98,7 +102,7 @@ class AddedToRows(Protocol):
     """An addition's part in a ``send_many``. Rows are known by their numbers, counted from 0."""
 
     @property
-    def shared_headers(self) -> Mapping[str, Any]:
+    def shared_headers(self) -> Mapping[str, object]:
         """The headers that the messages of all rows have."""
 
     @property
@@ -108,7 +112,9 @@ class AddedToRows(Protocol):
     def take(self, due: Due) -> None:
         """Note that a row is due; raise if it cannot be sent."""
 
-    def asked(self, work: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    def asked(
+        self, work: Iterator[tuple[int, Call | WrittenT]]
+    ) -> Iterator[tuple[int, Call | WrittenT]]:
         """Yield rows; a :class:`.Call` among them gets headers of its own, where it needs some."""
 
     def sent(
@@ -133,7 +139,7 @@ class Addition:
     def __init__(self, delays: Delays) -> None:
         self.delays = delays
 
-    def check(self, options: Mapping[str, Any]) -> None:
+    def check(self, options: Options) -> None:
         """Refuse options of ``apply_async`` that the addition does not take.
 
         Asked also if the addition is not turned on.
@@ -148,8 +154,8 @@ class Addition:
     def to_rows(
         self,
         name: str,
-        task: Any,
-        options: Mapping[str, Any],
+        task: object,
+        options: Options,
         fail: Callable[[Sequence[int], Exception], None],
     ) -> AddedToRows | None:
         """Return what the addition does with the rows of a ``send_many``; None for nothing.
@@ -161,7 +167,7 @@ class Addition:
             fail: Called with the numbers of rows that cannot be sent, and the error.
         """
 
-    def affects(self, task: Any) -> bool:
+    def affects(self, task: object) -> bool:
         """Return whether the addition affects a send of a task that has none of its options."""
         return False
 
@@ -195,7 +201,7 @@ class Addition:
     def revoked(self, task_ids: Sequence[str]) -> None:
         """Note that Celery's ``revoke`` is called."""
 
-    def revoked_by_stamps(self, headers: Any) -> None:
+    def revoked_by_stamps(self, headers: Mapping[str, object]) -> None:
         """Note that Celery's ``revoke_by_stamped_headers`` is called."""
 
     def purged(self) -> int:
@@ -210,7 +216,7 @@ class Addition:
         """Return why a worker cannot do its work; empty if it can."""
         return ""
 
-    def status(self) -> Mapping[str, Any]:
+    def status(self) -> Mapping[str, object]:
         """Return what ``celery rabbitdelay status`` shows beside what waits.
 
         Returns:
@@ -227,7 +233,7 @@ class Addition:
         """
         yield from ()
 
-    def beat_starts(self, service: Any) -> None:
+    def beat_starts(self, service: Service) -> None:
         """Do something to the service of ``celery beat`` before it runs."""
 
 
@@ -236,7 +242,7 @@ def additions_of(delays: Delays) -> Sequence[Addition]:
     return delays.part(_turned_on)
 
 
-def checked_added_options(options: Mapping[str, Any], delays: Delays) -> dict[str, Any]:
+def checked_added_options(options: Options, delays: Delays) -> OwnOptions:
     """Return those of a send's options that additions have brought, checked by them.
 
     Celery silently drops unknown options. Callers rely on the options that they pass, so an option
@@ -253,7 +259,7 @@ def checked_added_options(options: Mapping[str, Any], delays: Delays) -> dict[st
         AdditionMissing: Its folder was deleted.
     """
     given = {name: options[name] for name in additions.options if options.get(name) is not None}
-    by_hooks: dict[str, dict[str, Any]] = {}
+    by_hooks: dict[str, OwnOptions] = {}
     for name, value in given.items():
         by_hooks.setdefault(additions.options[name].hooks, {})[name] = value
     for hooks, own in by_hooks.items():

@@ -1,7 +1,7 @@
 """Sending one task for many rows, with many messages in flight.
 
-Celery makes the message of the first row, unless an earlier send has left a template; those of the
-other rows are written like it.
+Celery makes the message of the first row, unless a template of an earlier send exists. The messages
+of the other rows are copies of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import celery
 from celery.exceptions import SoftTimeLimitExceeded
@@ -39,6 +39,7 @@ from celery_rabbitdelay.app.seams import (
     NO_HEADERS,
     AddedToRows,
     Call,
+    WrittenT,
     additions_of,
     checked_added_options,
 )
@@ -57,12 +58,12 @@ PROGRESS_INTERVAL: Final = 0.5
 
 GivenT = TypeVar("GivenT")
 
-#: An element of the caller's iterable, checked: one call, or many that are written already.
+#: A checked element of the caller's iterable: one call, or many calls that are written already.
 Work: TypeAlias = "Call | WrittenRows"
 
 
 class Sending:
-    """Takes the caller's rows, and says in the end what became of them.
+    """Takes the caller's rows, and returns a report on them at the end.
 
     If the iterable of rows raises, that error is raised once every row before it is confirmed or
     has an error of its own; in the latter case its cause is a :class:`.RowsNotConfirmed`.
@@ -71,7 +72,7 @@ class Sending:
         progress: Called with the report, every half second and at the end.
 
     Attributes:
-        report: The report on what was sent.
+        report: The report so far.
         stops_taking: Whether no further rows are taken.
         is_reporting: Whether ``progress`` is running, or has raised.
         next_progress: When :meth:`report_progress` is due, by the monotonic clock.
@@ -94,7 +95,7 @@ class Sending:
         try:
             for given in rows:
                 if self.stops_taking:
-                    # Not sent: its existence shows that not all rows were taken.
+                    # This row is not sent. Its existence shows that not all rows were taken.
                     self._rest = self._taken
                     return
                 number = self._taken
@@ -144,12 +145,12 @@ class Sending:
 class RowSender(Sending):
     """Sends one task for many rows.
 
-    Their messages are copies of a template; only ids, arguments and the due time differ. It is one
-    that earlier rows have left, or else the message of the first row, which goes through all of
-    Celery: options, router, signals. If a receiver is connected to one of the signals of
-    publishing, each row goes through all of Celery.
+    The messages are copies of a template, and differ in ids, arguments and due times only. The
+    template is that of an earlier send, or the message that Celery makes of the first row with its
+    options, router and signals. If a receiver is connected to one of the signals of publishing,
+    Celery makes the message of each row.
 
-    A problem with one row is an error of that row alone.
+    An error of one row does not concern the other rows.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
@@ -193,7 +194,7 @@ class RowSender(Sending):
             name: each for name, each in own.items() if name not in additions.options
         } | stamps
         self._ids = _random_ids()
-        #: What the metrics have counted.
+        #: The figures that the metrics have counted already.
         self._counted: Counter[Instrument] = Counter()
 
     def send(self, rows: Iterable[Given]) -> Report:
@@ -211,7 +212,9 @@ class RowSender(Sending):
             self._count(is_end=True)
         return self.end()
 
-    def _asked(self, work: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    def _asked(
+        self, work: Iterator[tuple[int, Call | WrittenT]]
+    ) -> Iterator[tuple[int, Call | WrittenT]]:
         """Yield rows with the headers that additions give them."""
         for each in self._added:
             work = each.asked(work)
@@ -241,24 +244,24 @@ class RowSender(Sending):
         groups = self._groups(chain([(number, given)], work))
         publications = filter(None, map(self._publication, groups))
         producer = self._template.producer
-        # Nobody waits for the answer to a request: connecting takes as long as it may.
-        policy = producer.policy._replace(window=self._settings.max_unconfirmed, reconnects=None)
+        # No web request waits for a bulk send: connecting may take the whole timeout.
+        policy = producer.policy._replace(reconnects=None)
         try:
             publisher.publish_all(publications, policy, done=self._done, **producer.declares)
         except exceptions.PublishError as error:
             if self.is_reporting:
-                raise  # it is the caller's own
-            # No further rows are taken; those that were taken and not sent yet have this error.
+                raise  # the caller's ``progress`` has raised it
+            # No further rows are taken. Rows that were taken and not sent yet have this error.
             self.stops_taking = True
             for publication in publications:
                 self.report.sent -= len(publication.context)
                 self.fail(publication.context, error.copy(may_have_arrived=False))
 
     def _calls(self, rows: Iterable[Given]) -> Iterator[tuple[int, Work]]:
-        """Yield the calls of the rows that can be sent, with the numbers of (the first of) them."""
+        """Yield the calls of the rows that can be sent, with the number of the (first) row."""
         for number, given in self.take(rows):
             try:
-                # Who has written rows has checked each of them.
+                # Written rows were checked when they were written.
                 work = given if isinstance(given, WrittenRows) else self._call(given)
                 due = work.due
                 self._settings.check_delay(due)
@@ -269,7 +272,7 @@ class RowSender(Sending):
             else:
                 yield number, work
 
-    def _call(self, given: Row | Mapping[str, Any]) -> Call:
+    def _call(self, given: Row | Mapping[str, object]) -> Call:
         row = given if isinstance(given, Row) else row_of(given)
         due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
         args, kwargs = row.args or (), row.kwargs or {}
@@ -292,7 +295,7 @@ class RowSender(Sending):
         return Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
 
     def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
-        """Yield the calls in groups; one that shares no envelope is a group without items."""
+        """Yield the calls in groups; a call that shares no envelope is a group without items."""
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
         grouper = Grouper(layout, self._template.item, max_bytes=max_bytes)
         for number, given in work:
@@ -307,10 +310,10 @@ class RowSender(Sending):
         yield from grouper.flush()
 
     def _ready_group(self, number: int, written: WrittenRows) -> Group | None:
-        """Return rows that are written already as a group.
+        """Return written rows as a group; None if each of them has to be written again.
 
-        None if they do not stand in an envelope as this application writes them, which tracked ones
-        never do, or if the bound of a message is lower than the bytes of a group.
+        That is the case if this application writes other bytes, if an addition needs each row
+        (tracked tasks), or if the group is larger than a message may be.
         """
         template = self._template
         is_ready = self._envelopes and template.can_write_again
@@ -342,7 +345,7 @@ class RowSender(Sending):
         return ready
 
     def _publication(self, group: Group) -> Publication | None:
-        """Return the message of a group; None if it cannot be made, and its rows have the error."""
+        """Return the message of a group; None if making it fails, which is an error of its rows."""
         first, rows, due = group.first, group.rows, group.due
         template, producer = self._template, self._template.producer
         is_alone = not group.items or (len(rows) == 1 and template.can_write_again)
@@ -351,7 +354,7 @@ class RowSender(Sending):
                 publication = template.publication(first)
             else:
                 content = template.envelope(bytes(group.items), due.at_ms)
-                # If one is in an envelope, the bound applies to it.
+                # In an envelope of one message, the bound applies to that message.
                 size = len(content.body if len(rows) > 1 else group.items)
                 producer.check_size(size, DISTRIBUTION, due)
                 envelope = producer.delayed._replace(
@@ -385,7 +388,7 @@ class RowSender(Sending):
             self.report_progress()
 
     def _count(self, is_end: bool = False) -> None:
-        """Count the rows since the last time; in the end, those without a confirm are refused."""
+        """Count the rows since the last call; at the end, rows without a confirm are refused."""
         sent, confirmed = self.report.sent, self.report.confirmed
         present = Counter({instruments.SENT: sent, instruments.CONFIRMED: confirmed})
         present[instruments.RESENT] = self.report.resent
@@ -405,7 +408,7 @@ def _random_ids() -> Iterator[str]:
             yield f"{d[:8]}-{d[8:12]}-4{d[13:16]}-{variant}{d[17:20]}-{d[20:]}"
 
 
-#: The errors of one row, which say nothing about the others.
+#: Errors that concern one row only: the other rows are sent.
 ROW_ERRORS: Final = (
     exceptions.RabbitDelayError,
     EncodeError,
@@ -429,7 +432,7 @@ def send_one_by_one(
         app: The application.
         task: The task, or its name.
         rows: The rows.
-        progress: Called with the report, now and then and at the end.
+        progress: Called with the report, every half second and at the end.
         tolerance: How much later each may start.
         options: Further options of ``apply_async``, for all rows.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeGuard, TypeVar
 
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.exceptions import (
@@ -28,6 +28,8 @@ from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, QueueType, 
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
+
+ValueT = TypeVar("ValueT")
 
 #: The beginning of all our keys.
 PREFIX: Final = "rabbitdelay_"
@@ -46,11 +48,11 @@ class SettingType(NamedTuple):
     """
 
     takes: str
-    accepts: Callable[[Any], bool]
-    shown: Callable[[Any], object] = lambda value: value
+    accepts: Callable[[object], bool]
+    shown: Callable[[object], object] = lambda value: value
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a number; bools do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -92,7 +94,7 @@ class SettingsGroup:
             self.checked(PREFIX + name, getattr(self, name))
 
     @classmethod
-    def checked(cls, key: str, value: Any) -> Any:
+    def checked(cls, key: str, value: ValueT) -> ValueT:
         """Return a value that a call or a command line gives instead of a setting.
 
         Args:
@@ -174,7 +176,7 @@ _VALID_PREFIX: Final = re.compile(rf"(?!amq\.)[A-Za-z0-9_:.-]{{1,{MAX_PREFIX_LEN
 Declare: TypeAlias = Literal["auto", "never"]
 
 
-def _is_list_of_words(value: object) -> bool:
+def _is_list_of_words(value: object) -> TypeGuard[Sequence[str]]:
     return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
 
 
@@ -188,7 +190,7 @@ def _is_layout(value: object) -> bool:
     return value in NAMED if isinstance(value, str) else isinstance(value, list | tuple | Layout)
 
 
-def _is_tick(value: Any) -> bool:
+def _is_tick(value: object) -> bool:
     return SECONDS.accepts(value) and (Fraction(repr(value)) * 1000).denominator == 1
 
 
@@ -258,7 +260,7 @@ class Settings(SettingsGroup):
     #: The levels: "clock", "binary" or "geometric"; a list of (name, base, unit), highest first,
     #: for levels of your own; a mapping of the layout's ``name``, also "custom", and its options,
     #: for example ``{"name": "geometric", "factor": 60, "levels": 5}``; or a ``Layout``.
-    layout: Annotated[Any, _LAYOUT] = "clock"
+    layout: Annotated[object, _LAYOUT] = "clock"
 
     #: The resolution in seconds. A list of levels and a ``Layout`` bring their own, and this
     #: setting is not used: the tick of a list is its lowest unit.

@@ -15,8 +15,9 @@ arguments: ``task_id`` (str), ``due`` (an aware datetime, or None where it is no
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
+import celery
 from celery.utils.dispatch import Signal
 
 from celery_rabbitdelay.levels import wall_clock
@@ -25,7 +26,7 @@ from celery_rabbitdelay.levels.delay import instant_of
 _ARGUMENTS: Final = ["task_id", "due", "lateness"]
 
 
-def _signal(name: str) -> Any:
+def _signal(name: str) -> Signal:
     return Signal(name=name, providing_args=_ARGUMENTS)
 
 
@@ -53,7 +54,7 @@ skipped: Final = _signal("skipped")
 expired: Final = _signal("expired")
 
 
-def send(signal: Any, app: Any, task_id: str, due_ms: object) -> None:
+def send(signal: Signal, app: celery.Celery, task_id: str, due_ms: object) -> None:
     """Send one of these signals, if a receiver is connected.
 
     Args:

@@ -49,7 +49,7 @@ def publish_policy(
         retry: Whether Celery wants the message to be sent again.
         retry_policy: Celery's retry policy: the setting, with what the caller has given.
     """
-    # Whether somebody has given a number of retries: the caller, or a setting that is not Celery's.
+    # Whether the caller, or a setting other than Celery's default, gives a number of retries.
     configured = app.conf.task_publish_retry_policy
     is_counted = configured != DEFAULTS["task_publish_retry_policy"] or "max_retries" in (
         options.get("retry_policy") or {}
@@ -62,8 +62,8 @@ def publish_policy(
         given = options.get("retry")
         is_on = app.conf.task_publish_retry if given is None else given
         resends = RESENDS if is_on and not is_counted and celery_internals.sends_a_callback() else 0
-    # Connecting fails as fast as in Celery, for the sake of web requests. For a worker's task,
-    # nobody waits.
+    # A web request waits for the send, so connecting fails as fast as in Celery. No request waits
+    # for a task that a worker sends.
     has_own = is_counted or app.current_worker_task is not None
     intervals = [retry_policy.get(f"interval_{name}") for name in ("start", "step", "max")]
     first, step, longest = (
@@ -152,7 +152,10 @@ class DelayedTaskProducer(DelayedProducer):
         policy = publish_policy(self._delays.app, self._given, retry, retry_policy or {})
         given = options.pop("confirm_timeout", None)
         timeout = self.timeout if given is None else Settings.checked("confirm_timeout", given)
-        self.policy = policy._replace(timeout=max(timeout - self._took, pipelines.MIN_TIMEOUT))
+        self.policy = policy._replace(
+            timeout=max(timeout - self._took, pipelines.MIN_TIMEOUT),
+            window=self._delays.settings.max_unconfirmed,
+        )
         options.pop("timeout", None)
         began = time.monotonic()
         try:
@@ -179,7 +182,7 @@ class DelayedTaskProducer(DelayedProducer):
             *(self._pipeline, self._callers_connection),
         )
 
-    def _publish_event(self, body: Any, options: Options) -> None:
+    def _publish_event(self, body: object, options: Options) -> None:
         if self._delays.stand_in is not None:
             return
         with ExitStack() as stack:
@@ -191,7 +194,7 @@ class DelayedTaskProducer(DelayedProducer):
             Producer(publisher.connection, auto_declare=False).publish(body, **options)
 
     def _destination(
-        self, exchange: str | Exchange | None, routing_key: str | None, declare: list[Any]
+        self, exchange: str | Exchange | None, routing_key: str | None, declare: Sequence[object]
     ) -> Destination:
         name = exchange.name if isinstance(exchange, Exchange) else exchange or ""
         queues = self.amqp.queues
@@ -230,7 +233,7 @@ class EtaProducer:
             body["eta"] = self._eta
         return self._producer.publish(body, headers=headers, **options)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._producer, name)
 
 
@@ -256,7 +259,7 @@ class TaskSending(Send):
     stamps: Options
 
     def send(self) -> Result:
-        """Send the task, to where these rules lead, the first one that applies.
+        """Send the task. The first of these rules that applies says where it goes.
 
         - no delay, and nothing that an addition has to know: Celery's own path
         - the broker is not RabbitMQ: the same; ``delay`` becomes a countdown
@@ -265,8 +268,8 @@ class TaskSending(Send):
         - all others: the levels; :class:`.DelayedProducer` chooses between the task's queue and
           distribution
 
-        What the registry has to know goes with each message of a task: also with a retry, or a
-        replacement, that has no delay, because the next one that has a delay looks for it there.
+        A retry, or a replacement, carries the registry's headers also if it has no delay: the next
+        one with a delay reads them there.
         """
         has_options = any(self.added.values())
         countdown = self.options.get("countdown")
@@ -294,7 +297,7 @@ class TaskSending(Send):
         due = self.delays.due(self.delay, countdown, eta, self.tolerance_ms)
         if due.is_past and not is_known:
             return self._send_with_eta()
-        # Also without a delay: behind the levels, the additions are asked about it.
+        # Also without a delay: workers ask the additions about tasks that come from the levels.
         send = partial(self._send_into_levels, due, parts)
         for part in parts:
             send = partial(part.around, due, send)
@@ -370,7 +373,7 @@ class TaskSending(Send):
         own = {} if self.delay is None else {"countdown": milliseconds(self.delay) / 1000}
         return {**self.options, **own, **self.stamps}
 
-    def _send_by_celery(self, producer: Any = None) -> Result:
+    def _send_by_celery(self, producer: DelayedTaskProducer | EtaProducer | None = None) -> Result:
         """Let Celery make, route and publish the message; with a producer, only make and route."""
         options = self._celerys_options
         if producer is not None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date, datetime
+from functools import wraps
+from inspect import signature
 from typing import Any, Final, NoReturn, TypeAlias
 
 import amqp
@@ -93,10 +95,12 @@ class Commands(click.Group):
             if ctx.find_root().meta.get(_TRACEBACK) or isinstance(error, click.Abort):
                 raise
             if isinstance(error, exceptions.RabbitDelayError):
-                text = str(error)
+                text = str(error).replace("force=True", "--force")
             else:
                 text = f"{type(error).__name__}: {error}; --traceback shows where it comes from"
-            fail(error, text, EX_UNAVAILABLE if isinstance(error, BROKER_ERRORS) else FAILED)
+            is_conflict = isinstance(error, exceptions.LayoutConflict)
+            is_away = isinstance(error, BROKER_ERRORS) and not is_conflict
+            fail(error, text, EX_UNAVAILABLE if is_away else FAILED)
 
 
 def command(**attributes: Any) -> Callable[[_Function], click.Command]:
@@ -116,6 +120,26 @@ def options(*each: _Decorator) -> _Decorator:
         for option in reversed(each):
             command = option(command)
         return command
+
+    return add
+
+
+def as_one(argument: str, made: Callable[..., object], *each: _Decorator) -> _Decorator:
+    """Return several options that a command takes as one argument.
+
+    Args:
+        argument: Its name.
+        made: Returns its value; the options are its parameters.
+        *each: The options.
+    """
+
+    def add(command: _Function) -> _Function:
+        @wraps(command)
+        def with_one(**given: object) -> None:
+            values = {name: given.pop(name) for name in signature(made).parameters}
+            command(**given, **{argument: made(**values)})
+
+        return options(*each)(with_one)
 
     return add
 
@@ -242,8 +266,7 @@ def first_of(names: Sequence[str], most: int = 5) -> str:
 def broker() -> Iterator[Connection]:
     """Connect to the broker that tasks are sent to, which may be another than the consumers'.
 
-    The command ends with one line if the broker cannot be reached or refuses, or if it holds
-    another layout, messages or consumers where the command wants to declare or delete.
+    The command ends with one line if the broker cannot be reached or refuses.
 
     Raises:
         click.UsageError: The URL of the management API is malformed, or the application's delays
@@ -255,14 +278,8 @@ def broker() -> Iterator[Connection]:
             yield connection
     except exceptions.InvalidManagementURL as error:
         raise click.UsageError(str(error)) from error
-    except exceptions.ManagementUnavailable as error:
-        fail(error, str(error), EX_UNAVAILABLE)
-    except (
-        exceptions.LayoutConflict,
-        exceptions.TopologyInUse,
-        exceptions.TopologyNotEmpty,
-    ) as error:
-        fail(error, str(error).replace("force=True", "--force"))
+    except exceptions.RabbitDelayError:
+        raise  # which says what to do
     except BROKER_ERRORS as error:
         message = f"cannot ask the broker {shown_url.shown_broker(connection)}: {error}"
         fail(error, message, EX_UNAVAILABLE)

@@ -143,10 +143,10 @@ class Due(NamedTuple):
             InvalidDelay: The delay is invalid, or its due time does not fit in 64 bits.
         """
         delay_ms = milliseconds(delay)
-        due = cls(wall_clock.ns() + delay_ms * NS_PER_MS, delay_ms, tolerance_ms=tolerance_ms)
-        if due.at_ms > MAX_DUE_MS:
+        at_ns = wall_clock.ns() + delay_ms * NS_PER_MS
+        if at_ns // NS_PER_MS > MAX_DUE_MS:
             raise InvalidDelay(delay, "is too long: milliseconds since 1970 exceed 64 bits")
-        return due
+        return cls(at_ns, delay_ms, tolerance_ms=tolerance_ms)
 
     @classmethod
     def at(cls, instant: datetime, tolerance_ms: int = 0) -> Due:

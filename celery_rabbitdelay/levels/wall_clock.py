@@ -1,7 +1,7 @@
 """The time of day. All other modules ask here.
 
-A test that travels in time (:mod:`celery_rabbitdelay.testing.travel`) replaces :data:`source` in
-its own process and in its workers, so that due times, lateness and expiries agree.
+A test that travels in time (:mod:`celery_rabbitdelay.testing.travel`) replaces :data:`ns` in its
+own process and in its workers, so that due times, lateness and expiries agree.
 """
 
 from __future__ import annotations
@@ -22,24 +22,19 @@ def _system_ns() -> int:
 
 
 #: Returns the nanoseconds since 1970-01-01 UTC.
-source: Callable[[], int] = _system_ns
-
-
-def ns() -> int:
-    """Return the nanoseconds since 1970-01-01 UTC."""
-    return source()
+ns: Callable[[], int] = _system_ns
 
 
 def ms() -> int:
     """Return the milliseconds since 1970-01-01 UTC, rounded down."""
-    return source() // NS_PER_MS
+    return ns() // NS_PER_MS
 
 
 def now() -> datetime:
     """Return the instant, in UTC, to the microsecond."""
-    return EPOCH + timedelta(microseconds=source() // 1000)
+    return EPOCH + timedelta(microseconds=ns() // 1000)
 
 
 def own_us() -> int | None:
     """Return the microseconds since 1970-01-01 UTC if a test says what time it is; else None."""
-    return None if source is _system_ns else source() // 1000
+    return None if ns is _system_ns else ns() // 1000

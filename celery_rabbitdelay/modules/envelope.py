@@ -156,7 +156,7 @@ class OpenedEnvelope:
     """
 
     def __init__(self, body: bytes, max_body_bytes: int = MAX_ENVELOPE_BYTES) -> None:
-        shared = _Blocks(body).next_block(MAX_HEADER_BLOCK_BYTES, "header")
+        shared = _Blocks(_decompressed(body)).next_block(MAX_HEADER_BLOCK_BYTES, "header")
         if shared is None:
             raise InvalidEnvelope("it is empty")
         read = _from_json(shared)
@@ -167,7 +167,7 @@ class OpenedEnvelope:
         self._max_body_bytes = max_body_bytes
 
     def __iter__(self) -> Iterator[Item]:
-        blocks, count = _Blocks(self._body), 0
+        blocks, count = _Blocks(_decompressed(self._body)), 0
         blocks.next_block(MAX_HEADER_BLOCK_BYTES, "header")
         while (own := blocks.next_block(MAX_HEADER_BLOCK_BYTES, "header")) is not None:
             if count == MAX_ENVELOPE_MESSAGES:
@@ -185,10 +185,10 @@ class OpenedEnvelope:
 
 
 class _Blocks:
-    """The blocks of a compressed stream, one after the other."""
+    """The blocks of a stream, one after the other."""
 
-    def __init__(self, compressed: bytes) -> None:
-        self._chunks = _decompressed(compressed)
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
         self._buffer = bytearray()
 
     def next_block(self, most: int, what: str) -> bytes | None:
@@ -264,21 +264,15 @@ def compressed(blocks: bytes) -> bytes:
     return stream.compress(blocks) + stream.flush()
 
 
-def blocks_of(data: bytes) -> Iterator[memoryview]:
-    """Yield the blocks of an envelope, without their lengths.
+def blocks_of(data: bytes) -> Iterator[bytes]:
+    """Yield the blocks of an envelope that is not compressed, without their lengths.
 
     Raises:
         InvalidEnvelope: It ends in the middle of a block.
     """
-    view, at = memoryview(data), 0
-    while at < len(view):
-        begin = at + _LENGTH.size
-        if begin > len(view):
-            raise InvalidEnvelope("it ends in the middle of a length")
-        at = begin + _LENGTH.unpack_from(view, at)[0]
-        if at > len(view):
-            raise InvalidEnvelope("it ends in the middle of a block")
-        yield view[begin:at]
+    blocks = _Blocks(iter([data]))
+    while (block := blocks.next_block(len(data), "block")) is not None:
+        yield block
 
 
 def _decompressed(body: bytes) -> Iterator[bytes]:

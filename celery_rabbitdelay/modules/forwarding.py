@@ -276,12 +276,12 @@ class EarlyMessages:
         self._on_early = on_early
         self._warnings = WarningLimit(logger, "Early messages", HOUR)
 
-    def until(self, headers: DelayHeaders, what: str) -> int | None:
+    def until(self, headers: DelayHeaders, what: Callable[[], str]) -> int | None:
         """Return when a message is due that is early; None if it is not.
 
         Args:
             headers: Its headers.
-            what: What it is, for the log.
+            what: Says what it is, for the log.
         """
         now_ms = wall_clock.ms()
         by_ms = early_ms(headers, now_ms, self._tolerated_ms)
@@ -290,7 +290,7 @@ class EarlyMessages:
         if not headers.early.expects(now_ms, self._tolerated_ms):
             self._on_early()
             if self._warnings.allows():
-                logger.warning(_EARLY, what, by_ms / _MS_PER_S)
+                logger.warning(_EARLY, what(), by_ms / _MS_PER_S)
         return now_ms + by_ms
 
     def put_back(self, message: WaitingMessage) -> Outgoing | None:
@@ -302,7 +302,7 @@ class EarlyMessages:
         Raises:
             UnprocessableMessage: It is early by more than the longest delay.
         """
-        until_ms = self.until(message.headers, f"Distribution: message {message.task_id}")
+        until_ms = self.until(message.headers, lambda: f"Distribution: message {message.task_id}")
         if until_ms is None:
             return None
         # The delay was checked when the message came in. A due time too far ahead is forged, and

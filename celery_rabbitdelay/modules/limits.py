@@ -16,6 +16,7 @@ from kombu import Queue
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import shortened
+from celery_rabbitdelay.publishing.destination import bindings_of
 
 #: Tables and arrays within each other in the headers of a message. py-amqp reads and writes them by
 #: recursion: some 300 raise a RecursionError in a worker.
@@ -54,15 +55,8 @@ class AllowedDestinations:
     def of_queues(cls, queues: Iterable[Queue]) -> Self:
         """Allow these queues and every exchange that one of them is bound to."""
         queues = tuple(queues)
-        sources = [
-            source
-            for queue in queues
-            for source in (queue.exchange, *(binding.exchange for binding in queue.bindings))
-        ]
-        return cls(
-            frozenset(queue.name for queue in queues),
-            frozenset(source.name for source in sources if source is not None and source.name),
-        )
+        sources = {source.name for queue in queues for source, _ in bindings_of(queue)}
+        return cls(frozenset(queue.name for queue in queues), frozenset(sources - {""}))
 
     def also(self, patterns: Iterable[str]) -> Self:
         """Allow what matches further patterns, too."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,10 +12,9 @@ from kombu import Exchange, Queue
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.topology import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding, Topology
-from celery_rabbitdelay.operations.inventory import Inventory, effective_policies
+from celery_rabbitdelay.operations.inventory import Inventory, described, effective_policies
 from celery_rabbitdelay.operations.management import Json
 from celery_rabbitdelay.operations.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
-from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
 #: One fault of one subject: its code in ``findings.toml``, the subject, as
 #: ``queue rabbitdelay.hours.7``, and the values of the placeholders in its texts.
@@ -36,9 +34,6 @@ NEEDED_FLAG: Final = "stream_queue"
 #: https://www.rabbitmq.com/docs/quorum-queues#replication-factor
 ENOUGH_REPLICAS: Final = 3
 
-#: Queues that workers and commands declare for themselves, for remote control and events.
-ROOM_FOR_WORKERS: Final = 100
-
 #: Seconds that a probe may be early, and late.
 PROBE_IN_TIME: Final = (-1.0, 30.0)
 
@@ -52,7 +47,7 @@ _EXCHANGE: Final = re.compile(r"[A-Za-z0-9_-]+\.x\d+|layout\.[^.]+")
 def check_broker(
     settings: Settings, inventory: Inventory, is_blocked: bool = False
 ) -> Iterator[FoundRow]:
-    """Find a version, a feature flag, a clock, a type of queue, or an alarm that breaks a promise.
+    """Find a version, a feature flag, a type of queue, or an alarm that breaks a promise.
 
     Args:
         settings: The application's settings.
@@ -68,30 +63,11 @@ def check_broker(
         yield "version-fault", subject, {}
     if NEEDED_FLAG in inventory.disabled_flags:
         yield "feature-flag-disabled", f"feature flag {NEEDED_FLAG}", {"flag": NEEDED_FLAG}
-    if abs(inventory.clock_ahead) > settings.early_tolerance:
-        yield "clock-difference", "this machine", {"ahead": inventory.clock_ahead}
     if settings.queue_type == "classic":
         yield "classic-levels", settings.prefix, {}
     if is_blocked:
         for each in inventory.alarmed or [subject]:
             yield "publishers-blocked", each, {}
-
-
-def check_limit(
-    topology: Topology, queues: Sequence[Queue], inventory: Inventory
-) -> Iterator[FoundRow]:
-    """Find that the virtual host may not have as many queues as are still to be declared."""
-    most, there = inventory.limits.get("max-queues", -1), inventory.queues
-    if most < 0:
-        return
-    ours = {each.name for each in (*topology.queues, topology.probe, *queues)}
-    missing, room = len(ours - {*there}), max(most - len(there), 0)
-    if missing > room or not room:
-        # For some workers too, each of which has queues of its own.
-        enough = {**inventory.limits, "max-queues": len(there) + missing + ROOM_FOR_WORKERS}
-        told = {"most": most, "there": len(there), "missing": missing}
-        limits = shlex.quote(json.dumps(enough))
-        yield "queue-limit", "the virtual host", {**told, "limits": limits}
 
 
 def check_entities(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]:
@@ -301,26 +277,18 @@ def _difference(entity: Exchange | Queue, inventory: Inventory) -> str:
     """Return as text how an exchange or queue differs; empty if not, or if it does not exist."""
     if (found := inventory.of(entity)) is None:
         return ""
-    wanted: dict[str, object] = {
-        "type": found["type"],
-        "durable": bool(entity.durable),
-        "auto_delete": bool(entity.auto_delete),
-    }
-    if isinstance(entity, Queue):
-        arguments = declared_arguments(entity)
-        # Without the argument, the virtual host's default counts.
-        wanted["type"] = arguments.pop("x-queue-type", found["type"])
-    else:
-        arguments = dict(entity.arguments or {})
-        wanted |= {"type": entity.type, "internal": False}
-    there = {**{flag: found.get(flag) for flag in wanted}, **found["arguments"]}
-    there.pop("x-queue-type", None)
-    wanted |= arguments
+    wanted, there = _flat(described(entity)), _flat(found)
+    # Without the argument, the virtual host's default counts.
+    wanted["type"] = wanted.pop("x-queue-type", wanted.get("type", found["type"]))
     return ", ".join(
         f"{name} is {there.get(name)!r} instead of {wanted.get(name)!r}"
-        for name in sorted({*wanted, *there})
+        for name in sorted({*wanted, *found["arguments"]} - {"x-queue-type"})
         if wanted.get(name) != there.get(name)
     )
+
+
+def _flat(entity: Json) -> dict[str, object]:
+    return {**entity, **entity["arguments"]}
 
 
 def check_policies(

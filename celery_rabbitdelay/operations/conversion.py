@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 from uuid import uuid4
 
 import amqp
-from amqp.exceptions import NotFound, ResourceLocked
+from amqp.exceptions import ResourceLocked
 from kombu import Queue
 
 from celery_rabbitdelay import exceptions
@@ -90,7 +91,7 @@ class Migration:
             Stay: Its routing key belongs to other levels, or only a later version can read it.
         """
         modules, given = self.source.module_queues, headers_of(message)
-        info: Any = message.delivery_info
+        info = message.delivery_info or {}
         key = info["routing_key"]
         if queue == modules.undeliverable.name:
             # The broker's headers, which give the reason, are removed.
@@ -166,15 +167,12 @@ def check_places(source: Place, target: Place) -> None:
     name = f"{prefix}.same.{uuid4()}"  # which the user may declare
     one, other = source.connection, target.connection
     with one.clone(heartbeat=0) as first, other.clone(heartbeat=0) as second:
-        for each, options in ((first, {"exclusive": True}), (second, {"passive": True})):
-            connect(each)
-            channel: Any = each.default_channel
-            try:
-                channel.queue_declare(name, **options)
-            except NotFound:
+        connect(first)
+        Queue(name, exclusive=True)(first.default_channel).queue_declare()
+        # It is locked where it is the same virtual host, whatever its address.
+        with suppress(ResourceLocked):
+            if declaration.queue_counts(second, [Queue(name)])[name] is None:
                 return
-            except ResourceLocked:
-                break  # it is the same virtual host, whatever its address
     raise exceptions.SameTopology(prefix)
 
 
@@ -204,6 +202,9 @@ MOST_RETURNS: Final = 8
 
 #: The headers in which RabbitMQ counts returns; from 4.3 on, the second one.
 RETURNS: Final = ("x-delivery-count", "x-acquired-count")
+
+#: How the names of NServiceBus's delay infrastructure begin since it has quorum queues (version 2).
+NSB: Final = "nsb.v2"
 
 #: What NServiceBus writes into the headers of a delayed message.
 NSB_DELAY: Final = "NServiceBus.Transport.RabbitMQ.DelayInSeconds"
@@ -235,17 +236,9 @@ def native_queues(prefix: str = "") -> list[str]:
     return [f"{start}celery_delayed_{level}" for level in reversed(range(BITS))]
 
 
-def nservicebus_queues(version: int = 2) -> list[str]:
-    """Return the queues of NServiceBus's delay infrastructure, the longest delay first.
-
-    Args:
-        version: 1 (classic queues) or 2 (quorum queues).
-    """
-    return [f"{_nsb(version)}.delay-level-{level:02}" for level in reversed(range(BITS))]
-
-
-def _nsb(version: int) -> str:
-    return "nsb" if version == 1 else f"nsb.v{version}"
+def nservicebus_queues() -> list[str]:
+    """Return the queues of NServiceBus's delay infrastructure, the longest delay first."""
+    return [f"{NSB}.delay-level-{level:02}" for level in reversed(range(BITS))]
 
 
 def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[Due, str]:
@@ -262,7 +255,7 @@ def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[D
     """
     if UNREADABLE in headers_of(message):
         raise Stay("its properties cannot be read")
-    info: Any = message.delivery_info
+    info = message.delivery_info or {}
     found = _BITS.fullmatch(info["routing_key"])
     if found is None:
         raise Stay("its routing key does not begin with 28 bits")
@@ -305,14 +298,28 @@ class TaskMessages:
         if self.keeps_own(str(headers_of(message).get("task"))):
             raise Stay(KEEPS_OWN)
         task = forwarding.delayed_task(message, destination, due.at_ms)
-        try:
-            delayed = self.producer.routed(task, destination.queue, due)
-        except (exceptions.NeedsDistribution, exceptions.DelayTooLong) as error:
-            raise Stay(str(error)) from error
-        if delayed.queue is not None:
-            self.ensure(delayed.queue.name)
-        address = partial(self.producer.address, delayed, due)
-        return Outgoing(*address(), delayed.message, address)
+        outgoing = routed(self.producer, task, destination.queue, due)
+        if destination.queue is not None:
+            self.ensure(destination.queue.name)
+        return outgoing
+
+
+def routed(
+    producer: DelayedProducer, message: WaitingMessage, queue: Queue | None, due: Due
+) -> Outgoing:
+    """Return a message as it waits in the levels, signed; see :meth:`.DelayedProducer.routed`.
+
+    Raises:
+        Stay: No worker serves a module that it needs, or takes it from that.
+    """
+    try:
+        delayed = producer.routed(message, queue, due)
+    except exceptions.NeedsDistribution as error:
+        raise Stay("it needs distribution, which rabbitdelay_modules lacks") from error
+    except (exceptions.DelayTooLong, exceptions.MessageTooLarge) as error:
+        raise Stay(str(error)) from error
+    address = partial(producer.address, delayed, due)
+    return Outgoing(*address(), delayed.message, address)
 
 
 def native_chain(tasks: TaskMessages, queues: Iterable[Queue]) -> Adopt:
@@ -356,9 +363,7 @@ def _destination(queues: Sequence[Queue], routing_key: str) -> Destination:
     return resolve(exchange, routing_key, queues)
 
 
-def nservicebus_chain(
-    topology: Topology, version: int = 2, signing_keys: SigningKeys | None = None
-) -> Adopt:
+def nservicebus_chain(topology: Topology, signing_keys: SigningKeys | None = None) -> Adopt:
     """Return what converts messages in NServiceBus's delay infrastructure.
 
     When a message is due, it goes to the last exchange of the infrastructure, so that it reaches
@@ -367,10 +372,8 @@ def nservicebus_chain(
 
     Args:
         topology: The levels.
-        version: 1 or 2; see :func:`nservicebus_queues`.
         signing_keys: What signs the messages, for distribution; None: nothing does.
     """
-    exchange = f"{_nsb(version)}.delay-delivery"
 
     def convert(message: amqp.Message, queue: str) -> Outgoing:
         headers = headers_of(message)
@@ -379,7 +382,8 @@ def nservicebus_chain(
         if any(name in headers for name in header_names.SENDER_SELECTED):
             raise Stay(f"it has the header {' or '.join(header_names.SENDER_SELECTED)}")
         sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(headers)))
-        return forwarding.for_distribution(topology, sent, due, exchange, key, signing_keys)
+        where = f"{NSB}.delay-delivery", key
+        return forwarding.for_distribution(topology, sent, due, *where, signing_keys)
 
     return convert
 
@@ -408,22 +412,19 @@ def eta_tasks(tasks: TaskMessages, topology: Topology, queues: Mapping[str, Queu
         queues: The queues that the application knows, by their names.
     """
 
-    def delayed(message: amqp.Message, queue: str) -> Outgoing:
-        due = tasks.due(message)
-        if due is None or due.delay_ms <= topology.layout.tick_ms:
-            raise Stay(NOT_DELAYED)
-        info: Any = message.delivery_info
-        known = queues.get(queue) or Queue(queue, no_declare=True)
-        destination = Destination(known, info["exchange"], info["routing_key"])
-        return tasks.delayed(message, destination, due)
-
     def convert(message: amqp.Message, queue: str) -> Outgoing:
-        try:
-            return delayed(message, queue)
-        except Stay:
-            returns = [headers_of(message).get(name) for name in RETURNS]
-            if all(not isinstance(each, int) or each < MOST_RETURNS for each in returns):
-                raise
+        due, stay = tasks.due(message), Stay(NOT_DELAYED)
+        if due is not None and due.delay_ms > topology.layout.tick_ms:
+            info = message.delivery_info or {}
+            known = queues.get(queue) or Queue(queue, no_declare=True)
+            destination = Destination(known, info["exchange"], info["routing_key"])
+            try:
+                return tasks.delayed(message, destination, due)
+            except Stay as not_taken:
+                stay = not_taken
+        returns = [headers_of(message).get(name) for name in RETURNS]
+        if all(not isinstance(each, int) or each < MOST_RETURNS for each in returns):
+            raise stay
         return Outgoing("", queue, WaitingMessage.unopened(message))
 
     return convert

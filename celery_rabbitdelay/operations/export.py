@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.resources import files
-from typing import Any, Final
+from inspect import signature
+from typing import Final
 
 import click
 
@@ -22,8 +23,8 @@ from celery_rabbitdelay.exceptions import InvalidLayout
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
 from celery_rabbitdelay.levels.topology import Topology
-
-_LAYOUTS: Final = {**NAMED, "custom": custom}
+from celery_rabbitdelay.operations.inventory import described
+from celery_rabbitdelay.operations.management import Json
 
 
 def as_setting(layout: Layout) -> dict[str, object] | None:
@@ -32,28 +33,26 @@ def as_setting(layout: Layout) -> dict[str, object] | None:
     Returns:
         A mapping; None if only Python can make this layout.
     """
-    count, options = len(layout.levels), dict[str, Any](zeros=layout.zeros)
-    if layout.name == "custom":
-        levels = ([each.unit, each.base, _seconds(each.place_ms)] for each in layout.levels)
-        options["levels"] = list(levels)
-    else:
-        options["tick"] = _seconds(layout.tick_ms)
-    if layout.name in ("binary", "geometric"):
-        options["levels"] = count
-    if layout.name == "geometric":
-        options["factor"] = layout.bases[0]
+    make = NAMED.get(layout.name, custom)
+    levels = [[each.unit, each.base, _seconds(each.place_ms)] for each in layout.levels]
+    given = {
+        "tick": _seconds(layout.tick_ms),
+        "factor": layout.bases[0],
+        "levels": levels if make is custom else len(levels),
+        "zeros": layout.zeros,
+    }
+    options = {name: given[name] for name in signature(make).parameters}
     try:
-        is_made = _LAYOUTS[layout.name](**options) == layout
-    except (LookupError, InvalidLayout, TypeError):
+        return {"name": layout.name, **options} if make(**options) == layout else None
+    except InvalidLayout:
         return None
-    return {"name": layout.name, **options} if is_made else None
 
 
 def _seconds(length_ms: int) -> float:
     return length_ms // 1000 if length_ms % 1000 == 0 else length_ms / 1000
 
 
-def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str, Any]]]:
+def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[Json]]:
     """Return the exchanges, queues and bindings that ``declare`` makes.
 
     The guard, which refuses other layouts under the prefix, is the first exchange. The marker,
@@ -66,19 +65,10 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str
         topology: The topology.
         vhost: The virtual host that they belong to.
     """
-
-    def entity(name: str, arguments: Mapping[str, Any] | None, **more: Any) -> dict[str, Any]:
-        lasting = {"vhost": vhost, "durable": True, "auto_delete": False}
-        return {"name": name, "arguments": dict(arguments or {}), **more, **lasting}
-
+    queues = (*topology.queues, topology.probe)
     return {
-        "exchanges": [
-            entity(each.name, each.arguments, type=each.type, internal=False)
-            for each in topology.all_exchanges
-        ],
-        "queues": [
-            entity(each.name, each.queue_arguments) for each in (*topology.queues, topology.probe)
-        ],
+        "exchanges": [{**described(each), "vhost": vhost} for each in topology.all_exchanges],
+        "queues": [{**described(each), "vhost": vhost} for each in queues],
         "bindings": [
             {
                 "source": each.source,

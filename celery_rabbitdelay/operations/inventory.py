@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -11,8 +10,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.topology import Binding
-from celery_rabbitdelay.operations.management import CLOCK_STEP, NOTHING, Json, ManagementAPI
+from celery_rabbitdelay.operations.management import NOTHING, Json, ManagementAPI
 from celery_rabbitdelay.operations.quirks import DEAD_LETTERING_FLAG, version_of
+from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
 #: Keys of which a policy and an operator policy both hold, so that the smaller value counts:
 #: https://www.rabbitmq.com/docs/policies#operator-policies. For all others, the operator's counts.
@@ -38,9 +38,6 @@ class Inventory(NamedTuple):
         nodes: Whether each node of the cluster runs, by its name.
         alarmed: The nodes that are low on memory or disk space, as ``node rabbit@host``.
         disabled_flags: The feature flags that are disabled; read on RabbitMQ 3.10 only.
-        limits: The limits of the virtual host, such as ``max-queues``.
-        clock_ahead: By how many seconds this machine's clock is ahead of the broker's, at least;
-            negative if it is behind, and 0 if they may be the same.
     """
 
     version: str = "0"
@@ -52,8 +49,6 @@ class Inventory(NamedTuple):
     nodes: Mapping[str, bool] = NOTHING
     alarmed: Sequence[str] = ()
     disabled_flags: Sequence[str] = ()
-    limits: Json = NOTHING
-    clock_ahead: float = 0.0
 
     def of(self, entity: Exchange | Queue) -> Json | None:
         """Return an exchange or queue as the broker has it; None if it does not exist."""
@@ -71,17 +66,13 @@ def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
     Raises:
         ManagementUnavailable: The API does not answer, or the user may not read all of it.
     """
-    # The machine's own clock: the broker does not travel in time with a test.
-    before, (overview, broker), after = time.time(), api.dated("overview"), time.time()
-    at_least, at_most = before - broker - CLOCK_STEP, after - broker
-    version = overview["rabbitmq_version"]
+    version = api.get("overview")["rabbitmq_version"]
     needs_flag = DEAD_LETTERING_FLAG.is_in(version_of(version))
     flags = api.get("feature-flags") if needs_flag else ()
     # Without statistics, which are up to five seconds old, and slow if there are many queues. With
     # enable_queue_totals, RabbitMQ 3.10 leaves out the queues whose node is away.
     queues = _by_name(api.get("queues", virtual_host, disable_stats="true"))
     nodes = api.get("nodes")
-    limits = api.get("vhost-limits", virtual_host)
     return Inventory(
         version=version,
         queues={
@@ -115,13 +106,20 @@ def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
             if each.get("mem_alarm") or each.get("disk_free_alarm")
         ],
         disabled_flags=[each["name"] for each in flags if each["state"] == "disabled"],
-        limits={key: value for each in limits for key, value in each["value"].items()},
-        clock_ahead=max(at_least, 0.0) + min(at_most, 0.0),
     )
 
 
 def _by_name(entities: Iterable[Json]) -> dict[str, Json]:
     return {each["name"]: {**each, "arguments": each.get("arguments") or {}} for each in entities}
+
+
+def described(entity: Exchange | Queue) -> dict[str, object]:
+    """Return how an exchange or queue is declared, in the words of the management API."""
+    flags = {"durable": bool(entity.durable), "auto_delete": bool(entity.auto_delete)}
+    if isinstance(entity, Queue):
+        return {"name": entity.name, **flags, "arguments": declared_arguments(entity)}
+    kind = {"type": entity.type, "internal": False}
+    return {"name": entity.name, **kind, **flags, "arguments": dict(entity.arguments or {})}
 
 
 def effective_policies(inventory: Inventory, name: str) -> Iterator[Effective]:

@@ -12,7 +12,6 @@ import json
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from email.utils import parsedate_to_datetime
 from functools import partial
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -26,13 +25,9 @@ from kombu.transport.pyamqp import SSLTransport
 
 from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
 from celery_rabbitdelay.levels.shown_url import without_password
-from celery_rabbitdelay.publishing.kombu_internals import connect
 
 #: Seconds that each step of a request may take.
 TIMEOUT: Final = 10.0
-
-#: Seconds. A node writes its time in whole seconds, and looks at its clock once a second.
-CLOCK_STEP: Final = 2.0
 
 #: The plugin's default ports, without and with TLS.
 PORTS: Final = {"http": 15672, "https": 15671}
@@ -104,18 +99,10 @@ class ManagementAPI:
         Raises:
             ManagementUnavailable: It does not answer, or not with JSON, or refuses.
         """
-        return self.dated(*path, **query)[0]
-
-    def dated(self, *path: str, **query: str) -> tuple[Any, float]:
-        """Return the same, and the time at the node that answers, in seconds since the epoch.
-
-        It may be up to :data:`CLOCK_STEP` later there.
-        """
         with self._asked(path, urlencode(query)) as answer:
-            date = parsedate_to_datetime(answer.headers.get("Date", ""))
-            return json.load(answer), date.timestamp()
+            return json.load(answer)
 
-    def change(self, method: str, *path: str, **values: Any) -> None:
+    def change(self, method: str, *path: str, **values: object) -> None:
         """Make or delete something.
 
         Args:
@@ -148,34 +135,25 @@ class ManagementAPI:
             raise ManagementUnavailable(self.url, str(error) or repr(error)) from error
 
 
-def management_api(connection: Connection, url: str | None) -> ManagementAPI:
-    """Return the API at a URL; None: at the broker that the connection reaches.
+def management_api(connection: Connection, url: str | None = None) -> ManagementAPI:
+    """Return the API at a URL; None: at the broker's host and the default port, with AMQP's user.
+
+    Args:
+        connection: A connection to the broker. If it is open, its host is the one of several that
+            was reached.
+        url: The URL.
 
     Raises:
         InvalidManagementURL: It is not such a URL.
-        OSError: The broker cannot be reached.
     """
-    if url is not None:
-        return ManagementAPI(url, tls_files_of(connection))
-    connect(connection)  # the host is the one of several that was reached
-    return management_api_of(connection)
-
-
-def management_api_of(connection: Connection) -> ManagementAPI:
-    """Return the API at the broker's host and the plugin's default port, with AMQP's user."""
-    is_tls = connection.ssl or isinstance(connection.transport, SSLTransport)
-    host = connection.hostname or "localhost"
-    host = f"[{host}]" if ":" in host else host
-    user, password = connection.userid or "guest", connection.password or "guest"
-    return ManagementAPI(
-        f"{'https' if is_tls else 'http'}://{quote(user, '')}:{quote(password, '')}@{host}",
-        tls_files_of(connection),
-    )
-
-
-def tls_files_of(connection: Connection) -> Mapping[str, str]:
-    """Return the TLS files that the application gives for its broker."""
-    return connection.ssl if isinstance(connection.ssl, dict) else NOTHING
+    if url is None:
+        is_tls = connection.ssl or isinstance(connection.transport, SSLTransport)
+        host = connection.hostname or "localhost"
+        host = f"[{host}]" if ":" in host else host
+        user, password = connection.userid or "guest", connection.password or "guest"
+        scheme = "https" if is_tls else "http"
+        url = f"{scheme}://{quote(user, '')}:{quote(password, '')}@{host}"
+    return ManagementAPI(url, connection.ssl if isinstance(connection.ssl, dict) else NOTHING)
 
 
 def parts_of_url(url: str) -> SplitResult | None:

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from math import inf
 from threading import Event
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import amqp
 import celery
@@ -32,7 +32,26 @@ from celery_rabbitdelay.publishing.publisher import Publisher
 #: How many reasons and queues the text names; ``--json`` names all of them.
 MAX_NAMED: Final = 10
 
-_move_options: Final = shared.options(
+
+class Pace(NamedTuple):
+    """How messages are moved.
+
+    Attributes:
+        timeout: Seconds in which a broker has to answer, or to come back.
+        rate: The most messages that are moved in a second.
+        follow: Whether to keep running when the queues are empty, until Ctrl-C.
+        dry_run: Whether to count the messages, and move none.
+    """
+
+    timeout: float
+    rate: float
+    follow: bool
+    dry_run: bool
+
+
+_move_options: Final = shared.as_one(
+    "pace",
+    Pace,
     click.option(
         "--timeout",
         type=shared.seconds_type,
@@ -76,9 +95,8 @@ _source_options: Final = shared.options(
 
 @shared.command()
 @_source_options
-@click.option("--from-vhost", help="Their virtual host.")
 @_move_options
-def migrate(from_vhost: str | None, **options: Any) -> None:
+def migrate(pace: Pace, **options: Any) -> None:
     """Move all messages that wait in other levels of this broker into the application's.
 
     The --from options describe the levels that are emptied; omitted ones default to the
@@ -86,9 +104,7 @@ def migrate(from_vhost: str | None, **options: Any) -> None:
     time and started again.
     """
     shared.delays()  # checks the application
-    here = shared.app().connection_for_write()
-    there = here if from_vhost is None else here.clone(virtual_host=from_vhost)
-    _migrate(there, **options)
+    _migrate(shared.app().connection_for_write(), pace, **options)
 
 
 @shared.command()
@@ -101,20 +117,25 @@ def migrate(from_vhost: str | None, **options: Any) -> None:
 )
 @_source_options
 @_move_options
-def transfer(from_url: str, **options: Any) -> None:
-    """Move all messages that wait on another broker into the application's levels.
+def transfer(from_url: str, pace: Pace, **options: Any) -> None:
+    """Move all messages that wait on another broker or virtual host into the application's levels.
 
     Works between any two versions of RabbitMQ. Otherwise it behaves like migrate. The connection to
     an amqps:// URL uses the application's broker_use_ssl, that to an amqp:// URL is not encrypted.
     """
     shared.delays()  # checks the application
-    _migrate(broker_at(shared.app(), from_url), **options)
+    _migrate(broker_at(shared.app(), from_url), pace, **options)
 
 
 def _migrate(
-    there: Connection, *, ignore_registry: bool, allow: Sequence[str], sign: bool, **options: Any
+    there: Connection,
+    pace: Pace,
+    *,
+    ignore_registry: bool,
+    allow: Sequence[str],
+    sign: bool,
+    **given: object,
 ) -> None:
-    given = {name: options.pop(name) for name in list(options) if name.startswith("from_")}
     topology = shared.topology(given, of="of the levels that are emptied: ")
     source, target = Place(there, topology), _target()
     settings = shared.delays().settings
@@ -131,12 +152,12 @@ def _migrate(
     )
 
     def check() -> None:
-        if not options["dry_run"]:
+        if not pace.dry_run:
             conversion.check_places(source, target)
         conversion.check_source(source)
 
     queues = [queue.name for queue in topology.queues]
-    _run(destinations, queues, migration.convert, source=there, check=check, **options)
+    _run(destinations, queues, migration.convert, pace, source=there, check=check)
 
 
 def _target() -> Place:
@@ -166,7 +187,7 @@ def adopt() -> None:
 @adopt.command()
 @click.option("--chain-prefix", default="", help="Celery's broker_native_delayed_delivery_prefix.")
 @_move_options
-def native(chain_prefix: str, **options: Any) -> None:
+def native(chain_prefix: str, pace: Pace) -> None:
     """Adopt the tasks in Celery's native delayed delivery.
 
     Deploy producers that use the levels first; tasks that others still send are adopted by
@@ -175,35 +196,28 @@ def native(chain_prefix: str, **options: Any) -> None:
     queues = shared.app().amqp.queues
     destinations = Destinations(_target(), queues)
     convert = conversion.native_chain(_tasks(destinations), queues.values())
-    _run(destinations, conversion.native_queues(chain_prefix), convert, **options)
+    _run(destinations, conversion.native_queues(chain_prefix), convert, pace)
 
 
 @adopt.command()
-@click.option(
-    "--version",
-    type=click.IntRange(1, 2),
-    default=2,
-    show_default=True,
-    help="Of NServiceBus's delay infrastructure: nsb.delay-level-* or nsb.v2.delay-level-*.",
-)
 @_move_options
-def nservicebus(version: int, **options: Any) -> None:
-    """Adopt the messages in NServiceBus's delay infrastructure.
+def nservicebus(pace: Pace) -> None:
+    """Adopt the messages in NServiceBus's delay infrastructure, in queues nsb.v2.delay-level-*.
 
     They reach the same queues, through workers that serve distribution.
     """
     settings = shared.delays().settings
     if DISTRIBUTE not in settings.modules:
         raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
-    convert = conversion.nservicebus_chain(settings.topology, version, settings.signing_keys)
+    convert = conversion.nservicebus_chain(settings.topology, settings.signing_keys)
     destinations = Destinations(_target(), shared.app().amqp.queues)
-    _run(destinations, conversion.nservicebus_queues(version), convert, **options)
+    _run(destinations, conversion.nservicebus_queues(), convert, pace)
 
 
 @adopt.command()
 @click.argument("queues", nargs=-1, required=True, metavar="QUEUE...")
 @_move_options
-def eta(queues: Sequence[str], **options: Any) -> None:
+def eta(queues: Sequence[str], pace: Pace) -> None:
     """Adopt tasks with an eta that sit in task queues.
 
     A worker of this application does so whenever it receives one; use this for queues that have no
@@ -218,7 +232,7 @@ def eta(queues: Sequence[str], **options: Any) -> None:
             for name in queues:
                 ready_in(own, name)
 
-    _run(destinations, queues, convert, check=check, **options)
+    _run(destinations, queues, convert, pace, check=check)
 
 
 def _tasks(destinations: Destinations) -> conversion.TaskMessages:
@@ -236,13 +250,10 @@ def _run(
     destinations: Destinations,
     queues: Sequence[str],
     convert: Convert,
+    pace: Pace,
     *,
     source: Connection | None = None,
     check: Callable[[], None] = lambda: None,
-    timeout: float,
-    rate: float,
-    dry_run: bool,
-    follow: bool,
 ) -> None:
     """Move the messages, or count them, and print the result.
 
@@ -250,21 +261,18 @@ def _run(
         destinations: Binds the queues that the messages are for, at the target; closed at the end.
         queues: The names of the queues that are emptied.
         convert: Returns what to publish for a message.
+        pace: How they are moved.
         source: The broker that these are on; None for the target's.
         check: Called first. It raises an error if nothing can be moved between these levels.
-        timeout: Seconds in which a broker has to answer, or to come back.
-        rate: The most messages that are moved in a second.
-        dry_run: Whether to count the messages, and move none.
-        follow: Whether to keep running when the queues are empty, until Ctrl-C.
     """
     target = destinations.target
     there = target.connection if source is None else source
-    mover = Mover(there, queues, target, convert, timeout=timeout, rate=rate)
+    mover = Mover(there, queues, target, convert, timeout=pace.timeout, rate=pace.rate)
     refused = shared.usage_errors(SameTopology, LayoutConflict, TopologyIncomplete)
     try:
         with closing(destinations), refused, set_by_ctrl_c(mover.stopping):
             check()
-            if dry_run:
+            if pace.dry_run:
                 with there.clone(heartbeat=0) as own:
                     found = waiting(own, queues)
                 lines = [f"  {name:40} {messages:12,}" for name, messages in found.items()]
@@ -272,7 +280,7 @@ def _run(
                 lines.append(f"{total:,} messages wait; nothing was moved")
                 shared.answer({"waiting": total, "queues": found}, lines)
                 return
-            moved = mover.move(follow=follow)
+            moved = mover.move(follow=pace.follow)
     except shared.BROKER_ERRORS as error:
         why = f"{mover.result.moved:,} messages are moved, the others are where they were"
         if not (mover.result.moved or isinstance(error, amqp.AMQPError)):

@@ -21,7 +21,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain
 from threading import Event
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Final, NamedTuple, TypeAlias, cast
 
 import amqp
 from amqp.exceptions import NotFound, PreconditionFailed, ResourceLocked
@@ -34,7 +34,7 @@ from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undelive
 from celery_rabbitdelay.operations.source import MOST_IDLE_ROUNDS, Source, SourceLost
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.kombu_internals import connect
-from celery_rabbitdelay.publishing.message import Declaration, Publication, WaitingMessage
+from celery_rabbitdelay.publishing.message import Publication, WaitingMessage
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
@@ -53,8 +53,11 @@ class Place(NamedTuple):
     may_declare: bool = True
 
     def declare(self, opened: Connection) -> None:
-        """Declare what is missing over an open connection, or check that nothing is."""
-        declare = declaration.declare_if_missing if self.may_declare else declaration.check_complete
+        """Declare all over an open connection, or check that nothing is missing.
+
+        A level that somebody has deleted may be why messages are undeliverable.
+        """
+        declare = declaration.declare if self.may_declare else declaration.check_complete
         declare(opened, self.topology)
 
 
@@ -216,9 +219,6 @@ class Mover:
             twice; None for all. If a connection is lost, it is not known which these were, and all
             are looked at.
         dry_run: Whether to count what would be moved, and publish nothing.
-        declare: Called with each new connection to the target; None: declares what is missing, if
-            the target may be declared.
-        redeclare: Called if the target does not take a message, which is then published once more.
         result: The counts of the messages moved so far.
         stopping: Set to end the move; messages in flight are confirmed first.
     """
@@ -233,13 +233,13 @@ class Mover:
     limit: int | None = None
     looked_at: int | None = None
     dry_run: bool = False
-    declare: Declaration | None = None
-    redeclare: Declaration | None = None
     result: Moved = field(default_factory=Moved)
     stopping: Event = field(default_factory=Event, init=False)
 
     def __post_init__(self) -> None:
         self._publisher = Publisher(self.target.connection.clone(heartbeat=0))
+        #: The publisher refers to it weakly, and so calls it once on each connection.
+        self._declare = self.target.declare
         self._ahead = int(min(max(self.rate, 1), TAKEN_AHEAD))
         self._limit = math.inf if self.limit is None else self.limit
         self._next_at = 0.0
@@ -338,8 +338,8 @@ class Mover:
                 self._publisher.publish_all(
                     chain([first], batch),
                     policy,
-                    declare=self.declare or self.target.declare,
-                    redeclare=self.redeclare,
+                    declare=self._declare,
+                    redeclare=self._declare if self.target.may_declare else None,
                     done=self._done,
                 )
             if self._lost is not None:
@@ -367,12 +367,27 @@ class Mover:
                 yield publication
 
     def _publication(self, message: amqp.Message) -> Publication | None:
-        """Return what to publish for a message; None if it stays, or is deleted."""
+        """Return what to publish for a message; None if it stays, or is deleted.
+
+        Its context is the message, and why it is undeliverable; empty if it is not.
+        """
+        content, reason = None, ""
         try:
-            outgoing, reason = self._converted(message)
-            content = None if outgoing is None else encoded(outgoing, self._source.frame_max)
+            try:
+                outgoing = self.convert(message, (message.delivery_info or {})["queue"])
+            except UnprocessableMessage as error:
+                reason, kept = str(error), Outgoing("", "", WaitingMessage.unopened(message))
+                outgoing = to_undeliverable(self.target.topology, kept, reason)
+            if outgoing is not None:
+                content = encoded(outgoing, self._source.frame_max)
         except (Stay, UnprocessableMessage) as stay:
             self._leave(str(stay))
+            return None
+        except (OSError, amqp.AMQPError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is that anybody has published
+            # A single message does not end the move.
+            self._leave(f"it cannot be converted: {shortened(error)}")
             return None
         self._tried += 1
         if self.dry_run:
@@ -383,20 +398,6 @@ class Mover:
             return None
         address = outgoing.address
         return Publication(content, outgoing.reroute or (lambda: address), (message, reason))
-
-    def _converted(self, message: amqp.Message) -> tuple[Outgoing | None, str]:
-        """Return what to publish for a message, and why it is undeliverable; empty if it is not."""
-        info: Any = message.delivery_info
-        try:
-            return self.convert(message, info["queue"]), ""
-        except (Stay, OSError, amqp.AMQPError):
-            raise
-        except UnprocessableMessage as error:
-            outgoing = Outgoing("", "", WaitingMessage.unopened(message))
-            return to_undeliverable(self.target.topology, outgoing, str(error)), str(error)
-        except Exception as error:
-            # A single message, which anybody may have published, does not end the move.
-            raise Stay(f"it cannot be converted: {shortened(error)}") from error
 
     def _keep_to_the_rate(self) -> None:
         now = time.monotonic()

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import amqp
 import click
@@ -24,25 +24,25 @@ from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels.routing_key import encode_destination
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE, Topology
 from celery_rabbitdelay.operations.checks import FoundRow
-from celery_rabbitdelay.operations.inventory import Inventory
+from celery_rabbitdelay.operations.inventory import Inventory, described
 from celery_rabbitdelay.publishing.destination import bindings_of
-from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
 #: The users of a broker.
 Role: TypeAlias = Literal["producer", "worker", "check-in", "operator"]
-
-#: The kinds of permissions, in the order of ``rabbitmqctl set_permissions``.
-Permission: TypeAlias = Literal["configure", "write", "read"]
 
 #: The names that kombu and Celery make up for queues: of replies, and at the end of broadcasts'.
 _UUID: Final = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
-class Right(NamedTuple):
-    """A permission on all queues and exchanges whose whole names match a regular expression."""
+class Rights(NamedTuple):
+    """The three arguments of ``rabbitmqctl set_permissions``, regular expressions of whole names.
 
-    permission: Permission
-    pattern: str
+    Each is empty where the user has no such permission.
+    """
+
+    configure: str
+    write: str
+    read: str
 
 
 class TopicRight(NamedTuple):
@@ -60,8 +60,8 @@ def rights(
     *,
     may_declare: bool,
     modules: Sequence[str] = (CHECK_IN, DISTRIBUTE, PROBE),
-) -> Iterator[Right]:
-    """Yield what a user needs.
+) -> Rights:
+    """Return what a user needs.
 
     Args:
         role: The user.
@@ -74,42 +74,47 @@ def rights(
     """
     prefix = re.escape(topology.prefix)
     everything = rf"{prefix}\..*"
+    remote_control = rf"(.*\.)?{re.escape(conf.control_exchange)}\.pidbox"
     # Each worker has its own queue for a broadcast, and declares it.
     lasting = [queue for queue in queues if not isinstance(queue, Broadcast)]
+    # Patterns for all three permissions, and for each.
+    full, configure, write, read = list[str](), list[str](), list[str](), list[str]()
     match role:
         case "check-in":
-            yield Right("write", rf"{prefix}\.checkin")
+            write.append(rf"{prefix}\.checkin")
         case "producer" if not may_declare:
-            yield Right("write", rf"{prefix}\.[^.]+\.x[0-9]+")
-            yield Right("write", rf"{prefix}\.delivery")
+            write += rf"{prefix}\.[^.]+\.x[0-9]+", rf"{prefix}\.delivery"
         case "producer":
-            yield from _rights(everything)
-            yield from _to_declare(lasting, binds=True)
-            broadcasts = [queue for queue in queues if isinstance(queue, Broadcast)]
-            yield from _rights(_exchanges(broadcasts), "configure")
+            full += everything, *_declared(lasting)
+            write += _to_declare(lasting, binds=True)
+            configure += _exchanges(queue for queue in queues if queue not in lasting)
         case "worker":
             if may_declare:
-                yield from _rights(everything)
+                full.append(everything)
             else:
-                yield Right("write", everything)
-                yield Right("read", _either(_served(topology, modules)))
+                write.append(everything)
+                read += map(re.escape, _served(topology, modules))
+            events = re.escape(conf.event_queue_prefix)
+            full += *_declared(queues), remote_control
+            full += re.escape(conf.event_exchange), rf"{events}\..*"
             # Distribution publishes to the queues, by the default exchange, and to the exchanges.
-            yield Right("write", r"amq\.default")
-            yield from _rights(_exchanges(queues), "write")
-            yield Right("read", "|".join(map(_name, queues)))
-            yield from _to_declare(queues, binds=may_declare)
-            yield from _rights(_remote_control(conf))
-            events = re.escape(conf.event_exchange), re.escape(conf.event_queue_prefix)
-            yield from _rights(r"{}|{}\..*".format(*events))
+            write += r"amq\.default", *_exchanges(queues)
+            write += _to_declare(queues, binds=may_declare)
+            read += map(_name, queues)
         case "operator":
-            yield from _rights(everything)
-            yield from _to_declare(lasting, binds=True)
-            yield Right("write", r"amq\.default")  # redrive publishes there
-            yield from _rights(_remote_control(conf))  # status asks the workers
+            # Status asks the workers, and redrive publishes to the default exchange.
+            full += everything, *_declared(lasting), remote_control
+            write += r"amq\.default", *_to_declare(lasting, binds=True)
     if role == "producer" and str(conf.result_backend or "").partition(":")[0] == "rpc":
         # The queue of its results, to which workers publish over the default exchange.
-        yield Right("configure", _UUID)
-        yield Right("read", _UUID)
+        configure.append(_UUID)
+        read.append(_UUID)
+    return Rights(*(_whole([*full, *own]) for own in (configure, write, read)))
+
+
+def _whole(names: Iterable[str]) -> str:
+    either = "|".join(dict.fromkeys(names))
+    return f"^({either})$" if either else ""
 
 
 def topic_rights(topology: Topology, queues: Sequence[Queue]) -> Iterator[TopicRight]:
@@ -123,27 +128,19 @@ def topic_rights(topology: Topology, queues: Sequence[Queue]) -> Iterator[TopicR
     shard = r"s[0-9]+\." if topology.shards > 1 else ""
     # A broadcast is reached through distribution alone.
     names = (queue.name for queue in queues if not isinstance(queue, Broadcast))
-    words = _either(map(encode_destination, names))
-    pattern = rf"^{shard}([0-9]+\.){{{len(topology.layout.levels)}}}({words})\z"
+    words = dict.fromkeys(re.escape(encode_destination(name)) for name in names)
+    pattern = rf"^{shard}([0-9]+\.){{{len(topology.layout.levels)}}}({'|'.join(words)})\z"
     for exchange in topology.exchanges:
         if exchange.type == "topic":
             yield TopicRight(exchange.name, pattern)
 
 
-def patterns(given: Iterable[Right]) -> list[str]:
-    """Return the three arguments of ``rabbitmqctl set_permissions``; empty for no permission."""
-    wanted: dict[str, dict[str, None]] = {each: {} for each in get_args(Permission)}
-    for permission, pattern in given:
-        wanted[permission][pattern] = None
-    return [f"^({'|'.join(each)})$" if each else "" for each in wanted.values()]
-
-
 def commands(
-    user: str, virtual_host: str, given: Iterable[Right], topics: Iterable[TopicRight] = ()
+    user: str, virtual_host: str, given: Rights, topics: Iterable[TopicRight] = ()
 ) -> Iterator[str]:
     """Yield the commands for a shell that give a user permissions, in place of all former ones."""
     where = f"-p {shlex.quote(virtual_host)} {shlex.quote(user)}"
-    yield f"rabbitmqctl set_permissions {where} {' '.join(map(_quoted, patterns(given)))}"
+    yield f"rabbitmqctl set_permissions {where} {' '.join(map(_quoted, given))}"
     for exchange, write in topics:
         yield f"rabbitmqctl set_topic_permissions {where} {exchange} {_quoted(write)} ''"
 
@@ -153,31 +150,29 @@ def _quoted(pattern: str) -> str:
     return quoted if quoted.startswith("'") else f"'{quoted}'"
 
 
-def _rights(pattern: str, *permissions: Permission) -> Iterator[Right]:
-    """Yield permissions, or all of them, for a pattern that is not empty."""
-    if pattern:
-        for permission in permissions or get_args(Permission):
-            yield Right(permission, pattern)
+def _declared(queues: Sequence[Queue]) -> list[str]:
+    """Return the names of the queues that their users declare, and of their exchanges."""
+    declared = [queue for queue in queues if not getattr(queue, "no_declare", False)]
+    return [*map(_name, declared), *_exchanges(declared)]
 
 
-def _to_declare(queues: Sequence[Queue], *, binds: bool) -> Iterator[Right]:
-    """Yield what declares queues with their exchanges, and binds them to the levels.
+def _to_declare(queues: Sequence[Queue], *, binds: bool) -> Iterator[str]:
+    """Yield where else a user writes that declares queues and binds them to the levels.
 
     Where a queue names a dead-letter exchange, or an exchange an alternate one, the broker requires
     write permission on that when it is declared for the first time.
     """
-    declared = [queue for queue in queues if not getattr(queue, "no_declare", False)]
-    exchanges = [each for queue in declared for each, _ in bindings_of(queue) if each.name]
-    names = [*map(_name, declared), *(re.escape(each.name) for each in exchanges)]
-    yield from _rights("|".join(dict.fromkeys(names)))
-    behind = [
-        *((queue.queue_arguments or {}).get("x-dead-letter-exchange") for queue in declared),
-        *((each.arguments or {}).get("alternate-exchange") for each in exchanges),
-    ]
-    targets = _either(name or "amq.default" for name in behind if name is not None)
-    yield from _rights(targets, "write")
-    if binds:
-        yield from _rights(_either(each.name for each in queues if each not in declared), "write")
+    for queue in queues:
+        if getattr(queue, "no_declare", False):
+            if binds:
+                yield re.escape(queue.name)
+            continue
+        exchanges = [each for each, _ in bindings_of(queue) if each.name]
+        behind = [
+            (queue.queue_arguments or {}).get("x-dead-letter-exchange"),
+            *((each.arguments or {}).get("alternate-exchange") for each in exchanges),
+        ]
+        yield from (re.escape(name or "amq.default") for name in behind if name is not None)
 
 
 def _served(topology: Topology, modules: Sequence[str]) -> Iterator[str]:
@@ -188,23 +183,16 @@ def _served(topology: Topology, modules: Sequence[str]) -> Iterator[str]:
     yield queues.paused.name
 
 
-def _remote_control(conf: Configuration) -> str:
-    return rf"(.*\.)?{re.escape(conf.control_exchange)}\.pidbox"
-
-
 def _name(queue: Queue) -> str:
     """Return the expression for a queue's name, in which a broadcast may have a UUID."""
     bare = re.sub(f"{_UUID}$", "", queue.name) if isinstance(queue, Broadcast) else queue.name
     return re.escape(bare) + (_UUID if bare != queue.name else "")
 
 
-def _exchanges(queues: Iterable[Queue]) -> str:
-    """Return the expression for the exchanges that queues are bound to."""
-    return _either(each.name for queue in queues for each, _ in bindings_of(queue) if each.name)
-
-
-def _either(names: Iterable[str]) -> str:
-    return "|".join(dict.fromkeys(map(re.escape, names)))
+def _exchanges(queues: Iterable[Queue]) -> Iterator[str]:
+    """Yield the names of the exchanges that queues are bound to."""
+    for queue in queues:
+        yield from (re.escape(each.name) for each, _ in bindings_of(queue) if each.name)
 
 
 @shared.command()
@@ -237,16 +225,14 @@ def permissions(
     topology = shared.topology(options)
     queues = list(app.amqp.Queues(app.conf.task_queues).values())
     may_declare = (mode or settings.declare) == "auto"
-    needed = list(
-        rights(role, topology, queues, app.conf, may_declare=may_declare, modules=settings.modules)
+    needed = rights(
+        role, topology, queues, app.conf, may_declare=may_declare, modules=settings.modules
     )
     keys = list(topic_rights(topology, queues)) if topics else []
     host = vhost or app.connection_for_write().virtual_host or "/"
-    configure, write, read = patterns(needed)
-    told = {"user": user, "vhost": host, "configure": configure, "write": write, "read": read}
+    told = {"user": user, "vhost": host, **needed._asdict()}
     shared.answer(
-        {**told, "topics": [each._asdict() for each in keys]},
-        commands(user, host, needed, keys),
+        {**told, "topics": [each._asdict() for each in keys]}, commands(user, host, needed, keys)
     )
 
 
@@ -313,11 +299,13 @@ def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Questio
         yield "read", "queue", name, partial(_consume_nothing, name)
 
 
-def _arguments(entity: Exchange | Queue) -> dict[str, Any]:
+def _arguments(entity: Exchange | Queue) -> dict[str, object]:
     """Return how an entity is declared; kombu's own method would call a queue's on_declared."""
-    own = declared_arguments(entity) if isinstance(entity, Queue) else entity.arguments
-    flags = {"durable": entity.durable, "auto_delete": entity.auto_delete, "nowait": True}
-    return {**flags, "arguments": own}
+    told = described(entity)
+    return {
+        **{each: told[each] for each in ("durable", "auto_delete", "arguments")},
+        "nowait": True,
+    }
 
 
 def _consume_nothing(name: str, channel: amqp.Channel) -> None:

@@ -7,10 +7,9 @@ headers say, and only headers with valid values are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
-from functools import cache
-from typing import Any, Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Final, TypeAlias
 
 import amqp
 from kombu import Queue
@@ -22,35 +21,30 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, Delay, Due, milliseconds
-from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, EarlyHeader, shortened
-from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Topology
+from celery_rabbitdelay.levels.headers import (
+    UNREADABLE,
+    X_DELAY,
+    DelayHeaders,
+    EarlyHeader,
+    shortened,
+)
+from celery_rabbitdelay.levels.topology import CHECK_IN, Topology
 from celery_rabbitdelay.modules import limits
 from celery_rabbitdelay.modules.checkin import checked_task
+from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope
-from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
+from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.limits import AllowedDestinations
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.publishing.destination import may_refuse
+from celery_rabbitdelay.operations.conversion import routed
+from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage, headers_of
-from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys, signed
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 
 #: The headers of a message, whoever has written them.
 Headers: TypeAlias = Mapping[str, object]
-
-
-class Intended(NamedTuple):
-    """Where a message was meant to go.
-
-    Attributes:
-        exchange: The exchange that it would have been published to without a delay.
-        routing_key: The routing key that it would have been published with.
-        queue: The one queue that gets it; None if the exchange routes it.
-    """
-
-    exchange: str
-    routing_key: str
-    queue: str | None = None
 
 
 def never_accepted(
@@ -68,7 +62,7 @@ def never_accepted(
         return True
     return header_names.DUE not in headers and (
         headers.get(header_names.EXCHANGE) == checkin.exchange.name
-        or header_names.X_DELAY in headers
+        or X_DELAY in headers
         or last_stop == checkin.name
     )
 
@@ -82,36 +76,32 @@ class Redriving:
     """Converts the messages that may leave ``undeliverable``; the others have to stay.
 
     Attributes:
-        topology: The levels that the messages go back into.
+        producer: Signs the messages and finds their way into the levels; nothing is published with
+            it.
         allowed: The allowed destinations.
         checkin_allowed: Those of messages that check-in has never accepted; None: the same.
         trusts_clients: Whether those may be what check-in otherwise refuses; see
             ``rabbitdelay_checkin_trusted``.
-        modules: The names of the modules that workers serve; see ``rabbitdelay_modules``.
-        refuses: Returns whether a queue may refuse a message; such messages go through
-            distribution.
+        queues: The queues that the application knows, by their names.
         delay_ms: The shortest time that each message waits, in milliseconds; None: until it is due.
         to: The queue for all messages; None: each goes to its own destination. It need not be an
             allowed one, but must not be one that is never allowed.
         max_attempts: How often a message may be redriven, including this time.
         ensure: Called with the name of each queue that a message goes to, to bind it to the levels.
             If the broker cannot be reached or refuses, the message stays.
-        signing_keys: What verifies and signs messages; None: signatures do not matter.
         vouches: Whether messages without a valid signature are signed as well.
     """
 
-    topology: Topology
+    producer: DelayedProducer
     allowed: AllowedDestinations
     _: KW_ONLY
     checkin_allowed: AllowedDestinations | None = None
     trusts_clients: bool = False
-    modules: Collection[str] = ()
-    refuses: Callable[[str], bool] = lambda queue: False
+    queues: Mapping[str, Queue] = field(default_factory=dict)
     delay_ms: int | None = None
     to: str | None = None
     max_attempts: int = MAX_ATTEMPTS
     ensure: Callable[[str], None] = lambda queue: None
-    signing_keys: SigningKeys | None = None
     vouches: bool = False
 
     def redriven(self, message: amqp.Message) -> Outgoing:
@@ -123,13 +113,14 @@ class Redriving:
 
         Raises:
             UnprocessableMessage: The message has to stay in ``undeliverable``.
+            Stay: Likewise: no worker serves the modules that it needs.
         """
         headers, key = headers_of(message), message.delivery_info["routing_key"]
         _refuse_unreadable(message, headers)
         limits.check_depth(headers)
-        found = examine(headers, self.topology, key)
-        is_new = never_accepted(headers, self.topology, key, found.last_stop)
-        keys = self.signing_keys
+        topology, keys = self.producer.topology, self.producer.signing_keys
+        found = examine(headers, topology, key)
+        is_new = never_accepted(headers, topology, key, found.last_stop)
         received = WaitingMessage.unopened(message)
         # A client of check-in has no key: its destination is checked, as check-in does it.
         if keys is not None and not (is_new or self.vouches or keys.verifies(*received)):
@@ -137,41 +128,44 @@ class Redriving:
         given = _as_checked_in(headers) if is_new else headers
         said, problems = header_names.parse(given)
         due_ms, due = self._due(said, given if is_new else {})
-        others = dict(said.others)
-        if is_new:
-            others.pop(header_names.X_DELAY, None)
+        others = {name: each for name, each in said.others.items() if not is_new or name != X_DELAY}
+        queue, early = None, EarlyHeader()
+        if message.properties.get("content_type") == header_names.ENVELOPE:
+            if is_new:
+                raise UnprocessableMessage("it is an envelope, which clients may not check in")
+            received = self._envelope(received._replace(headers=said))
+            said = received.headers
+        else:
+            queue, exchange, key = self._intended(
+                said, problems, found.queue, key if is_new else None
+            )
+            if queue is not None:
+                # A worker publishes a retry of the task to the exchange.
+                self._check("", queue.name)
+            self._check(exchange, key)
+            if queue is None:
+                early = self._early(said)
+            if said.priority is not None:
+                received = received.having(priority=said.priority)
+            said = said._replace(exchange=exchange, routing_key=key, priority=None)
+        if said.registry and due_ms != due.at_ms:
+            # It may be older than the registry's memory; somebody has decided that it may run.
+            early = early._replace(until_ms=due.at_ms)
         own = DelayHeaders(
-            due_ms=due_ms,
+            due_ms,
+            said.exchange,
+            said.routing_key,
             priority=said.priority,
             expiration=said.expiration,
+            early=early,
             registry=said.registry,
             redriven=self._count(said, problems) + 1,
             others=others,
         )
-        destination: Intended | None = None
-        if message.properties.get("content_type") == header_names.ENVELOPE:
-            if is_new:
-                raise UnprocessableMessage("it is an envelope, which clients may not check in")
-            body, exchange, routing_key = self._envelope(received.body, said)
-            received = received._replace(body=body)
-            own = own._replace(exchange=exchange, routing_key=routing_key)
-        else:
-            destination = self._intended(said, problems, found.queue, key if is_new else None)
-            self._check(*destination)
-            own = own._replace(**destination._asdict())
-            if destination.queue is None:
-                own = own._replace(early=self._early(said))
-        if said.registry and due_ms != due.at_ms:
-            # It may be older than the registry's memory; somebody has decided that it may run.
-            own = own._replace(early=own.early._replace(until_ms=due.at_ms))
         redriven = received._replace(headers=own).having(expiration=None)
         if is_new and not self.trusts_clients:
             redriven = checked_task(redriven)
-        if self.topology.queue_type == "quorum" and own.priority is None:
-            redriven = redriven.with_low_priority()
-        queue = self._queue(destination, redriven.headers)
-        self._check_capacity(due)
-        return into_levels(self.topology, signed(redriven, keys), due, queue)
+        return routed(self.producer, redriven, queue, due)
 
     def _count(self, said: DelayHeaders, problems: Mapping[str, str]) -> int:
         """Return how often the message was already redriven.
@@ -207,7 +201,7 @@ class Redriving:
         problems: Mapping[str, str],
         queue_in_key: str | None,
         key_of_client: str | None,
-    ) -> Intended:
+    ) -> Destination:
         """Return where a message was meant to go.
 
         Args:
@@ -217,13 +211,13 @@ class Redriving:
             key_of_client: The routing key of a message that check-in has not accepted.
         """
         if self.to is not None:
-            return Intended("", self.to, self.to)
+            return self._destination("", self.to, self.to)
         for name in (header_names.QUEUE, header_names.EXCHANGE, header_names.ROUTING_KEY):
             if name in problems:
                 raise UnprocessableMessage(problems[name])
         exchange, key = said.exchange, said.routing_key
         if key_of_client is not None:
-            if exchange in (None, self.topology.module_queues.checkin.exchange.name):
+            if exchange in (None, self.producer.topology.module_queues.checkin.exchange.name):
                 exchange = ""
             key = key_of_client if key is None else key
             if not (self.checkin_allowed or self.allowed).includes(exchange, key):
@@ -232,18 +226,17 @@ class Redriving:
                     "see rabbitdelay_checkin_allowed"
                 )
         elif exchange is None or key is None:
-            queue = said.queue or (queue_in_key if exchange is None else None)
-            if not queue:
-                raise UnprocessableMessage("its destination is unknown")
-            return Intended("", queue, queue)
+            name = said.queue or (queue_in_key if exchange is None else None) or ""
+            return self._destination("", name, name)
+        return self._destination(exchange, key, said.queue)
+
+    def _destination(self, exchange: str, key: str, name: str | None) -> Destination:
         if not (exchange or key):
             raise UnprocessableMessage("its destination is unknown")
-        return Intended(exchange, key, said.queue)
+        queue = None if name is None else self.queues.get(name) or Queue(name)
+        return Destination(queue, exchange, key)
 
-    def _check(self, exchange: str, routing_key: str, queue: str | None = None) -> None:
-        # Even if the message is for one queue: a worker publishes a retry of the task there.
-        if queue is not None:
-            self._check("", queue)
+    def _check(self, exchange: str, routing_key: str) -> None:
         name, where = exchange or routing_key, limits.where_in_words(exchange, routing_key)
         if self.allowed.forbids(name):
             raise UnprocessableMessage(f"{where} is never published to")
@@ -264,44 +257,17 @@ class Redriving:
         self._check(early.exchange, early.routing_key)
         return early._replace(times=0)
 
-    def _envelope(self, body: bytes, said: DelayHeaders) -> tuple[bytes, str | None, str | None]:
-        """Return an envelope with its exchange and key; check where each message in it goes."""
-        try:
-            envelope = Envelope.unpack(body)
-            if self.to is not None:
-                envelope = _redirected(envelope)
-                said = said._replace(exchange="", routing_key=self.to)
-                body = envelope.pack()
-        except exceptions.InvalidEnvelope as invalid:
-            raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
-        for destination in {
-            _destination_of({**envelope.headers, **item.headers}, said) for item in envelope.items
-        }:
-            self._check(*destination)
-        return body, said.exchange, said.routing_key
-
-    def _queue(self, destination: Intended | None, own: DelayHeaders) -> str:
-        """Return the queue that gets the message from the levels."""
-        needs = None
-        if destination is None:
-            needs = "it is an envelope"
-        elif destination.queue is None:
-            needs = "only its exchange can route it"
-        elif own.priority is not None:
-            needs = f"its priority is above {header_names.MAX_PRIORITY}"
-        elif DISTRIBUTE not in self.modules or not self.refuses(destination.queue):
-            return destination.queue
-        if needs is not None and DISTRIBUTE not in self.modules:
-            raise UnprocessableMessage(f"no worker serves distribution, and {needs}")
-        return DISTRIBUTION
-
-    def _check_capacity(self, due: Due) -> None:
-        capacity_ms = self.topology.layout.capacity_ms
-        if due.delay_ms > capacity_ms and CHECK_IN not in self.modules:
-            raise UnprocessableMessage(
-                f"no worker serves check-in, and it would wait for {due.delay_ms / 1000:,.3f} s; "
-                f"the levels take {capacity_ms / 1000:,.3f} s"
-            )
+    def _envelope(self, message: WaitingMessage) -> WaitingMessage:
+        """Return an envelope as it is redriven; check where distribution publishes from it."""
+        if self.to is not None:
+            try:
+                body = _redirected(Envelope.unpack(message.body)).pack()
+            except exceptions.InvalidEnvelope as invalid:
+                raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
+            message = message._replace(body=body).saying(exchange="", routing_key=self.to)
+        for each in Distribution(self.producer.topology).receive(message.amqp()):
+            self._check(each.exchange, each.routing_key)
+        return message
 
 
 def _as_checked_in(headers: Headers) -> dict[str, object]:
@@ -325,20 +291,6 @@ def _refuse_unreadable(message: amqp.Message, headers: Headers) -> None:
     if later is not None:
         raise exceptions.LaterVersion(later)
     header_names.refuse_sender_selected(headers)
-
-
-def _destination_of(given: Headers, outer: DelayHeaders) -> Intended:
-    """Return the destination to which distribution publishes a message of an envelope."""
-    header_names.refuse_sender_selected(given)
-    inner, problems = header_names.parse(given)
-    exchange = outer.exchange if inner.exchange is None else inner.exchange
-    key = outer.routing_key if inner.routing_key is None else inner.routing_key
-    if problems or exchange is None or key is None:
-        raise UnprocessableMessage(
-            "the destination of a message in the envelope is unknown: "
-            f"{header_names.EXCHANGE} is {exchange!r}, {header_names.ROUTING_KEY} is {key!r}"
-        )
-    return Intended(exchange, key)
 
 
 def _redirected(envelope: Envelope) -> Envelope:
@@ -378,7 +330,7 @@ def redriving_for(
         InvalidDelay: The delay has no meaning.
         DelayTooLong: It is above the layout's capacity, and workers do not serve check-in.
     """
-    settings, connection = app.rabbitdelay.settings, app.connection_for_write()
+    settings = app.rabbitdelay.settings
     delay_ms = None if delay is None else milliseconds(delay)
     if delay_ms is not None and CHECK_IN not in settings.modules:
         settings.topology.layout.check_capacity(delay_ms)
@@ -390,19 +342,13 @@ def redriving_for(
             why = "belongs to the levels, to the broker or to Celery, or is no name"
             raise exceptions.InvalidDestination(to, why)
 
-    @cache
-    def refuses(name: str) -> bool:
-        return may_refuse(queues.get(name) or Queue(name), settings.may_refuse, connection)
-
     return Redriving(
-        settings.topology,
+        DelayedProducer(Publisher(app.connection_for_write()), **settings.for_producer),
         allowed,
         checkin_allowed=destinations.checkin_destinations(app).also(allow),
         trusts_clients=settings.checkin_trusted,
-        modules=settings.modules,
-        refuses=refuses,
+        queues=queues,
         delay_ms=delay_ms,
-        signing_keys=settings.signing_keys,
         vouches=vouches or not settings.signing_required,
         **options,
     )

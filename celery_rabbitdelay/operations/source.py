@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
-from typing import Any, Final, Self, cast
+from typing import Any, Final, cast
 
 import amqp
 from amqp.exceptions import NotFound
@@ -114,12 +114,6 @@ class Source:
         with self._answers():
             self.channel = cast(Any, self.connection.channel())
         self.channel.auto_decode = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
 
     def ready(self, queues: Sequence[str]) -> dict[str, int]:
         """Return how many messages are ready in each queue that has some."""

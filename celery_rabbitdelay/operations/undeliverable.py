@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import codecs
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import closing, suppress
@@ -77,7 +76,7 @@ def undeliverable_messages(
         OSError: The broker cannot be reached, or the connection was lost.
     """
     name = topology.module_queues.undeliverable.name
-    with Source(connection, ANSWER_TIMEOUT, READERS_PRIORITY) as source:
+    with closing(Source(connection, ANSWER_TIMEOUT, READERS_PRIORITY)) as source:
         for message in source.messages(name, limit):
             yield copy_of(message, topology)
 
@@ -101,27 +100,17 @@ def headers_as_json(headers: Mapping[str, object]) -> str:
 
 
 def as_json(headers: Mapping[str, object]) -> dict[str, object]:
-    """Return headers, or properties, as :func:`headers_as_json` writes them.
-
-    It nests its calls deeper than JSON's encoder does, which can therefore write what it returns.
-    """
+    """Return headers, or properties, as :func:`headers_as_json` writes them."""
     try:
-        plain: dict[str, object] = _plain(headers)
+        text = json.dumps(headers, default=_written)
+        plain: dict[str, object] = json.loads(text, parse_constant=str)
     except RecursionError:
         return {str(name): shortened(type(value)) for name, value in headers.items()}
     return plain
 
 
-def _plain(value: Any) -> Any:
+def _written(value: object) -> str:
     match value:
-        case Mapping():
-            return {str(name): _plain(each) for name, each in value.items()}
-        case list() | tuple():
-            return [_plain(each) for each in value]
-        case None | bool() | int() | str():
-            return value
-        case float() if math.isfinite(value):
-            return value
         case bytes():
             return value.decode("utf-8", "backslashreplace")
         case datetime():
@@ -387,7 +376,7 @@ def redrive(
         matches: Returns whether a message is chosen.
         report: The report to fill; None for a new one.
         **options: Those of :class:`.Mover`: ``timeout``, ``limit``, ``rate`` (an envelope counts as
-            one message), ``dry_run``, ``declare`` and ``redeclare``.
+            one message) and ``dry_run``.
 
     Returns:
         The report. If the broker goes away after the start, the report says so.
@@ -472,8 +461,5 @@ def redrive_application(
             matches,
             dry_run=dry_run,
             timeout=delays.settings.confirm_timeout,
-            # All of them, since a level that was deleted may be why they are undeliverable.
-            declare=delays.declare,
-            redeclare=delays.declare if may_declare else None,
             **options,
         )

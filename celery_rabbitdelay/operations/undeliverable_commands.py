@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import partial
 from math import inf
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -21,8 +20,10 @@ _limit_option: Final = click.option(
     "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most this many messages."
 )
 
-#: The options that choose messages: the fields of :class:`.UndeliverableFilter`.
-_filter_options: Final = shared.options(
+#: The options that choose messages.
+_filter_options: Final = shared.as_one(
+    "wanted",
+    read.UndeliverableFilter,
     click.option("--task", "tasks", multiple=True, help="Tasks of this name or pattern."),
     click.option("--queue", "queues", multiple=True, help="For queues of this name or pattern."),
     click.option("--id", "ids", multiple=True, help="The task with this id."),
@@ -85,22 +86,26 @@ def undeliverable() -> None:
     metavar="NUMBER",
     help="Print a line for each of the first NUMBER messages, instead of the reasons.",
 )
-def list_messages(most: int | None, **filters: Any) -> None:
+def list_messages(most: int | None, wanted: read.UndeliverableFilter) -> None:
     """Count the messages by the reason why they could not be delivered."""
-    wanted, summary = read.UndeliverableFilter(**filters), read.UndeliverableSummary()
-    examined, shown = 0, list[dict[str, object]]()
-    with shared.broker() as connection:
-        messages = read.undeliverable_messages(connection, shared.delays().topology)
-        for examined, message in enumerate(messages, start=1):
-            if wanted.matches(message):
-                summary.add(message)
-                if len(shown) < (most or 0):
-                    shown.append(read.summary_of(examined, message))
+    summary, examined, shown = read.UndeliverableSummary(), 0, list[dict[str, object]]()
+    for examined, message in _messages():
+        if wanted.matches(message):
+            summary.add(message)
+            if len(shown) < (most or 0):
+                shown.append(read.summary_of(examined, message))
     more = "" if summary.count == examined else f" of {examined:,}"
     last = f"{summary.count:,}{more} undeliverable messages"
     reasons = [*map(vars, summary.by_count())]
     told = {"examined": examined, "count": summary.count, "reasons": reasons, "messages": shown}
     shared.answer(told, [*(_lines(shown) if most else _reasons(summary)), last])
+
+
+def _messages() -> Iterator[tuple[int, read.UndeliverableMessage]]:
+    """Yield each message with its place in the queue, from 1."""
+    with shared.broker() as connection:
+        messages = read.undeliverable_messages(connection, shared.delays().topology)
+        yield from enumerate(messages, start=1)
 
 
 def _reasons(summary: read.UndeliverableSummary) -> Iterator[str]:
@@ -121,19 +126,13 @@ def _lines(shown: list[dict[str, object]]) -> Iterator[str]:
 
 @undeliverable.command()
 @_filter_options
-def export(**filters: Any) -> None:
+def export(wanted: read.UndeliverableFilter) -> None:
     """Print the messages, a line of JSON for each; they stay in the queue."""
-    wanted, count = read.UndeliverableFilter(**filters), 0
-    with shared.broker() as connection:
-        messages = read.undeliverable_messages(connection, shared.delays().topology)
-        for number, each in enumerate(messages, start=1):
-            if wanted.matches(each):
-                line = json.dumps(read.as_record(number, each))
-                try:
-                    click.echo(line)
-                except OSError as error:  # not of the broker
-                    raise click.ClickException(f"cannot write: {error}") from error
-                count += 1
+    count = 0
+    for number, each in _messages():
+        if wanted.matches(each):
+            click.echo(json.dumps(read.as_record(number, each)))
+            count += 1
     click.echo(f"{count:,} undeliverable messages exported", err=True)
 
 
@@ -142,13 +141,13 @@ def export(**filters: Any) -> None:
 @_limit_option
 @click.option("--dry-run", is_flag=True, help="Only count them.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-def purge(limit: int | None, dry_run: bool, yes: bool, **filters: Any) -> None:
+def purge(wanted: read.UndeliverableFilter, limit: int | None, dry_run: bool, yes: bool) -> None:
     """Delete messages."""
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
-    matches = read.UndeliverableFilter(**filters).matches
     with shared.broker() as connection:
-        remove = partial(read.redrive, Place(connection, shared.delays().topology), None, matches)
+        place = Place(connection, shared.delays().topology)
+        remove = partial(read.redrive, place, None, wanted.matches)
         if not (yes or dry_run):
             found = remove(limit=limit, dry_run=True)
             limit = found.moved
@@ -191,13 +190,18 @@ def purge(limit: int | None, dry_run: bool, yes: bool, **filters: Any) -> None:
     help="At most this many messages a second.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
-def redrive(limit: int | None, rate: float, dry_run: bool, **options: Any) -> None:
+def redrive(
+    wanted: read.UndeliverableFilter,
+    limit: int | None,
+    rate: float,
+    dry_run: bool,
+    **options: object,
+) -> None:
     """Publish messages into the levels again, and take them out of the queue."""
     delays = shared.delays()
-    filters = {each.name: options.pop(each.name) for each in fields(read.UndeliverableFilter)}
-    matches = read.UndeliverableFilter(**filters).matches
-    moving: dict[str, Any] = {"dry_run": dry_run, "limit": limit, "rate": rate}
     wrong = exceptions.InvalidDelay, exceptions.DelayTooLong, exceptions.InvalidDestination
     with shared.broker() as connection, shared.usage_errors(*wrong):
-        report = read.redrive_application(delays, connection, matches, options, **moving)
+        report = read.redrive_application(
+            delays, connection, wanted.matches, options, dry_run=dry_run, limit=limit, rate=rate
+        )
     _tell_removal(report, "redriven", dry_run)

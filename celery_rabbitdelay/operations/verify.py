@@ -123,6 +123,8 @@ def verify_application(
         ManagementUnavailable: The management API does not answer, or the user may not read all.
         OSError: The broker cannot be reached, or does not answer.
     """
+    if management is None:
+        connect(connection)  # the host is the one of several that is reached
     api = management_api(connection, management)
     rows: list[checks.FoundRow] = [row for each in additions_of(delays) for row in each.problems()]
     is_blocked = delays.is_blocked()
@@ -173,7 +175,6 @@ def verify_broker(
     with Wire(connection).answers_within(ANSWER_TIMEOUT):
         rows = [
             *checks.check_broker(settings, inventory, is_blocked),
-            *checks.check_limit(topology, lasting, inventory),
             *checks.check_entities(settings, inventory),
             *checks.check_strangers(topology, inventory),
             *checks.check_policies(topology, inventory, names, refuses),

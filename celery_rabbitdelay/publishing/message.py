@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import amqp
 from amqp.exceptions import FrameSyntaxError
+from amqp.serialization import dumps
 from kombu import Connection
+from kombu.utils.uuid import uuid
 
 from celery_rabbitdelay.exceptions import PublishError, RabbitDelayError
 from celery_rabbitdelay.levels.headers import MAX_PRIORITY, DelayHeaders, unopened
@@ -160,6 +162,86 @@ def encoded(properties: Mapping[str, object]) -> bytes:
     message = amqp.Message()
     message.properties = dict(properties)
     return message._serialize_properties()  # type: ignore[attr-defined, no-any-return]
+
+
+#: Stand for the headers and the correlation id, where the encoded properties are divided.
+_MARK: Final = uuid()
+_MARKED: Final = {_MARK: True}
+
+#: The bytes before the headers that say how many follow.
+_SIZE: Final = 4
+
+#: The largest integer that py-amqp encodes in four bytes; due times take eight.
+_MAX_INT: Final = 2**31 - 1
+
+_BYTE: Final = struct.Struct(">B")
+_TEXT: Final = struct.Struct(">cI")
+_LONG: Final = struct.Struct(">cq")
+
+
+def short_string(text: str) -> bytes:
+    """Return a text as AMQP's short string.
+
+    Raises:
+        struct.error: It has more than 255 bytes.
+    """
+    value = text.encode("utf-8", "surrogatepass")
+    return _BYTE.pack(len(value)) + value
+
+
+class SharedProperties:
+    """Encodes the properties of messages that differ in a few headers and in the correlation id.
+
+    The others are encoded once. py-amqp would encode all of them for each message, which takes
+    longer than everything else that sending a copy of a message takes.
+
+    Args:
+        headers: The headers that all messages share.
+        properties: The other properties. If a correlation id is among them, each message has one of
+            its own instead.
+        own: The names of the headers that messages have of their own.
+    """
+
+    def __init__(
+        self,
+        headers: Mapping[str, object],
+        properties: Mapping[str, object],
+        own: Iterable[str],
+    ) -> None:
+        self.headers = headers
+        self.properties = properties
+        marked = {**properties, "application_headers": _MARKED}
+        if "correlation_id" in properties:
+            marked["correlation_id"] = _MARK
+        self._before, behind = encoded(marked).split(dumps("F", (_MARKED,)))
+        self._between, _, self._behind = behind.partition(dumps("s", (_MARK,)))
+        self._table = dumps("F", (headers,))[_SIZE:]
+        self._names = {name: short_string(name) for name in own}
+
+    def encode(self, headers: Mapping[str, object], correlation_id: str | None = None) -> bytes:
+        """Return the properties of one message.
+
+        Args:
+            headers: The headers that only this message has.
+            correlation_id: Its correlation id; None if the messages have none.
+
+        Raises:
+            amqp.exceptions.FrameSyntaxError: AMQP has no type for one of the headers.
+            struct.error: A number is too large, or a text too long, for its field.
+        """
+        entries = [self._table]
+        for name, value in headers.items():
+            if type(value) is str:
+                text = value.encode("utf-8", "surrogatepass")
+                entries += self._names[name], _TEXT.pack(b"S", len(text)), text
+            elif type(value) is int and value > _MAX_INT:
+                entries += self._names[name], _LONG.pack(b"L", value)
+            else:
+                entries.append(dumps("F", ({name: value},))[_SIZE:])
+        table = b"".join(entries)
+        parts = self._before, len(table).to_bytes(_SIZE, "big"), table, self._between
+        own_id = b"" if correlation_id is None else short_string(correlation_id)
+        return b"".join((*parts, own_id, self._behind))
 
 
 #: Returns the exchange and the routing key of a message.

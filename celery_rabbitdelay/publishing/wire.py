@@ -27,11 +27,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import amqp
 from amqp import method_framing, spec
 from amqp.exceptions import FrameSyntaxError, RecoverableConnectionError
-from amqp.serialization import dumps
 from kombu import Connection
 
 from celery_rabbitdelay.levels.headers import UNREADABLE, UNREADABLE_PROPERTIES, shortened
-from celery_rabbitdelay.publishing.message import BEFORE_PROPERTIES, Content, encoded
+from celery_rabbitdelay.publishing.message import BEFORE_PROPERTIES, Content, encoded, short_string
 
 #: Frame types: a method; a message's size and properties; a part of its body.
 METHOD_FRAME: Final = 1
@@ -101,7 +100,7 @@ def publish_frames(
         raise FrameSyntaxError(
             f"headers and properties have {len(properties)} bytes, a frame {frame_max}"
         )
-    address = dumps("ss", (exchange, routing_key))
+    address = short_string(exchange) + short_string(routing_key)
     parts = [
         _FRAME.pack(METHOD_FRAME, channel, _PUBLISH.size + len(address) + 1),
         _PUBLISH.pack(60, 40, 0),

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import is_sent_by_celery
-from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.options import Options, Result
 from celery_rabbitdelay.app.seams import AddedToSend, Addition, Send
 from celery_rabbitdelay.levels import headers as names
@@ -20,7 +19,6 @@ from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.application import (
-    Breaker,
     RegistryOptions,
     RegistrySettings,
     check_options,
@@ -57,10 +55,6 @@ class RegistryAddition(Addition):
     """
 
     is_asked_by_distribution = True
-
-    def __init__(self, delays: Delays) -> None:
-        super().__init__(delays)
-        self._breaker = Breaker()
 
     @property
     def _settings(self) -> RegistrySettings:
@@ -100,7 +94,7 @@ class RegistryAddition(Addition):
         registry = registry_of(self.delays)
         arrivals = [Arrival.of(each, due_ms, "", redelivered=True) for each in inner]
         try:
-            decisions = self._breaker.call(partial(registry.decide, arrivals, notes=False))
+            decisions = registry.breaker.call(partial(registry.decide, arrivals, notes=False))
         except exceptions.RegistryUnavailable:
             return None
         waits = [each for each in decisions if each.verdict is Verdict.LATER]

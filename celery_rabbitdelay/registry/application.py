@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.delays import Delays
@@ -265,16 +264,9 @@ BREAKER_OPEN: Final = gauge(
 
 logger = logging.getLogger(__name__)
 
-AnswerT = TypeVar("AnswerT")
-
 #: For how many seconds a task may be late, and is listed, in addition to ``rabbitdelay_retry_for``,
 #: for which it is tried again if its queue does not take it.
 MARGIN: Final = 3600.0
-
-
-def has_registry(delays: Delays) -> bool:
-    """Return whether an application has a registry, and its broker has levels."""
-    return delays.available and delays.uses("registry_url")
 
 
 def registry_of(delays: Delays) -> Registry:
@@ -336,38 +328,3 @@ def register_sent(registry: Registry, registrations: Sequence[Registration]) -> 
             error,
         )
         return []
-
-
-#: Seconds for which a :class:`Breaker` is open after a failure.
-PAUSE: Final = 2.0
-
-
-class Breaker:
-    """Says whether a call is worth trying: for some time after a failure, calls fail at once.
-
-    Args:
-        now: Returns the time in seconds.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._again_at = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls are to be left out."""
-        return self._now() < self._again_at
-
-    def call(self, ask: Callable[[], AnswerT]) -> AnswerT:
-        """Return what a call returns.
-
-        Raises:
-            RegistryUnavailable: Redis did not answer, or the breaker is open.
-        """
-        if self.is_open:
-            raise exceptions.RegistryUnavailable("Redis did not answer a moment ago")
-        try:
-            return ask()
-        except exceptions.RegistryUnavailable:
-            self._again_at = self._now() + PAUSE
-            raise

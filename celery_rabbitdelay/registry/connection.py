@@ -100,7 +100,8 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
     errors = (redis.RedisError, RedisClusterException, OSError, UnicodeDecodeError)
     try:
         with suppress(ValueError, redis.RedisError):
-            return Store(_client_of(scheme, url, given), scheme, errors, copies, timeout)
+            client = _client_of(scheme, url, given)
+            return Store(client, scheme.endswith("+cluster"), errors, copies, timeout)
     except TypeError as wrong:
         raise InvalidSetting(OPTIONS, ", ".join(options), f"{wrong}") from wrong
     # Without the cause: what urllib says of a port or a host may quote the password.

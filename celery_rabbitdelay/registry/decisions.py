@@ -18,7 +18,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, DelayHeaders
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.registry import application
-from celery_rabbitdelay.registry.application import Breaker, RegistrySettings, registry_of
+from celery_rabbitdelay.registry.application import RegistrySettings, registry_of
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.worker import celery_internals
@@ -162,8 +162,8 @@ class Decisions(BatchThread[_Due]):
         delays = consumer.app.rabbitdelay
         self._registry = registry_of(delays)
         self._runs_without = delays.settings_of(RegistrySettings).registry_down == "run"
-        self._breaker = Breaker()
-        delays.recorder.gauges[application.BREAKER_OPEN] = lambda: self._breaker.is_open
+        breaker = self._registry.breaker
+        delays.recorder.gauges[application.BREAKER_OPEN] = lambda: breaker.is_open
         self._down_since: float | None = None
         self._failures = WarningLimit(logger, "Questions to the registry without an answer")
         self._unreadable = WarningLimit(logger, "Tasks whose record, key or job cannot be read")
@@ -187,7 +187,7 @@ class Decisions(BatchThread[_Due]):
     def begin(self) -> None:
         """Say at the start whether Redis answers, and note since when all is tracked."""
         try:
-            self._breaker.call(self._registry.index.complete_since)
+            self._registry.breaker.call(self._registry.index.complete_since)
         except RegistryUnavailable as error:
             self._failed(error)
 
@@ -216,7 +216,7 @@ class Decisions(BatchThread[_Due]):
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
         try:
-            decisions = self._breaker.call(lambda: self._ask_registry(batch))
+            decisions = self._registry.breaker.call(lambda: self._ask_registry(batch))
         except RegistryUnavailable as error:
             self._failed(error)
             away = time.monotonic() - (self._down_since or time.monotonic())

@@ -111,9 +111,6 @@ FIRST: Final = 8
 MOST_KINDS: Final = 200
 ALL_KINDS: Final = 1_000_000
 
-#: How many tasks are read, in vain, for one batch.
-READ: Final = 1_000
-
 #: How many bytes the message of a task may take that is read to be shown beside many others.
 SHORT: Final = 65_536
 
@@ -149,6 +146,21 @@ class Filter(NamedTuple):
     def is_of_kinds(self) -> bool:
         """Whether only tasks of some kinds are meant."""
         return self.task is not None or self.kinds is not None
+
+    @classmethod
+    def of(
+        cls,
+        task: str | None = None,
+        key: str | None = None,
+        job: str | None = None,
+        due_before: datetime | None = None,
+        due_after: datetime | None = None,
+    ) -> Self:
+        """Return a filter by aware datetimes."""
+        after, before = (
+            None if each is None else milliseconds_of(each) for each in (due_after, due_before)
+        )
+        return cls(task, key, job, after, before)
 
     def scores(self, least_ms: int) -> tuple[int, str]:
         """Return the lowest and the highest score, as Redis takes them.
@@ -304,17 +316,6 @@ class Index:
         for part in self.parts(wanted):
             yield from part.tasks
 
-    def batches(self, wanted: Filter, most: int) -> Iterator[list[Pending]]:
-        """Yield lists of the tasks in that order; a list is empty where many were read in vain."""
-        batch, read = list[Pending](), 0
-        for part in self.parts(wanted):
-            batch, read = batch + part.tasks, read + part.read
-            while len(batch) >= most or read >= READ:
-                yield batch[:most]
-                batch, read = batch[most:], 0
-        if batch:
-            yield batch
-
     def parts(
         self, wanted: Filter, after: tuple[int, str] | None = None, most: int | None = None
     ) -> Iterator[Part]:
@@ -325,7 +326,7 @@ class Index:
             after: Those behind this due time, in milliseconds, and id.
             most: How many are read at most, whether they match or not; None: all.
         """
-        entries, read = self._due(self._by_rarer(wanted), after), 0
+        entries, read = self._due(wanted, after), 0
         while page := list(islice(entries, PAGE if most is None else min(PAGE, most - read))):
             read += len(page)
             yield Part(self._records(page, wanted), len(page), page[-1])
@@ -433,7 +434,7 @@ class Index:
 
     def _kinds(self, wanted: Sequence[Filter]) -> list[Kind]:
         """Return all kinds of which tasks wait; none if that does not matter."""
-        if not any(each.task is not None for each in wanted):
+        if not any(each.task is not None and each.job is None for each in wanted):
             return []
         return [each.kind for each in self.summary([0], ALL_KINDS).kinds]
 
@@ -444,21 +445,11 @@ class Index:
             wanted: The filter.
             kinds: All kinds, if it has a name of tasks.
         """
-        if not wanted.is_of_kinds:
+        if wanted.job is not None or not wanted.is_of_kinds:  # a job is rarer than a kind
             return [*self.names.all_due(None, wanted.job)]
         chosen = kinds if wanted.kinds is None else sorted(wanted.kinds)
         named = (each for each in chosen if wanted.task in (None, each.task))
         return [key for kind in named for key in self.names.all_due(kind)]
-
-    def _by_rarer(self, wanted: Filter) -> Filter:
-        """Return a filter by the kinds of tasks or by the job, whichever fewer tasks have."""
-        if not wanted.is_of_kinds or wanted.job is None:
-            return wanted
-        by_kind, by_job = wanted._replace(job=None), wanted._replace(task=None, kinds=None)
-        of_kind, of_job = self.counts(
-            [each._replace(key=None, where=None) for each in (by_kind, by_job)]
-        )
-        return by_kind if of_kind <= of_job else by_job
 
     def _page(self, name: str, start: int, end: int) -> list[tuple[int, str]]:
         """Return the tasks of these ranks."""

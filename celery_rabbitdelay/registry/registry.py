@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
@@ -53,6 +53,43 @@ _VERDICTS: Final = frozenset(each.value for each in Verdict)
 
 logger = logging.getLogger(__name__)
 
+AnswerT = TypeVar("AnswerT")
+
+
+#: Seconds for which a :class:`Breaker` is open after a failure.
+PAUSE: Final = 2.0
+
+
+class Breaker:
+    """Says whether a call is worth trying: for some time after a failure, calls fail at once.
+
+    Args:
+        now: Returns the time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._again_at = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are to be left out."""
+        return self._now() < self._again_at
+
+    def call(self, ask: Callable[[], AnswerT]) -> AnswerT:
+        """Return what a call returns.
+
+        Raises:
+            RegistryUnavailable: Redis did not answer, or the breaker is open.
+        """
+        if self.is_open:
+            raise RegistryUnavailable("Redis did not answer a moment ago")
+        try:
+            return ask()
+        except RegistryUnavailable:
+            self._again_at = self._now() + PAUSE
+            raise
+
 
 class Earlier(NamedTuple):
     """What it takes to let a task run earlier than it was sent for.
@@ -84,6 +121,7 @@ class Registry:
         pauses: The pauses under the prefix.
         names: The names of all keys.
         store: Where the notes are kept.
+        breaker: Leaves out questions for a while after one that Redis has not answered.
         keep_ms: For how many milliseconds a decision outlives the task that it is about.
     """
 
@@ -93,6 +131,7 @@ class Registry:
         self.pauses = Pauses(store, self.names)
         self.index = Index(store, self.names, margin_ms, self.pauses.oldest_ms)
         self.jobs = Jobs(store, self.names, keep_ms, margin_ms)
+        self.breaker = Breaker()
         self.keep_ms = keep_ms
         self._questions = Questions()
         self._unreadable = WarningLimit(logger, "Tasks that were sent, and are not registered")

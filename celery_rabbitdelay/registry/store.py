@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from importlib.resources import files
 from json import JSONEncoder, loads
 from typing import Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
@@ -99,7 +99,7 @@ class Store:
 
     Attributes:
         connect: Returns a new client of redis-py.
-        scheme: The scheme of the URL.
+        is_cluster: Whether only keys with the same hash tag are on the same server.
         errors: The errors of redis-py; the first one is the base of what Redis itself answers.
         copies: How many servers must have a decision before it counts: see :meth:`of_each`.
         timeout: Seconds for each answer.
@@ -108,18 +108,13 @@ class Store:
     """
 
     connect: Callable[[], Client]
-    scheme: str
+    is_cluster: bool
     errors: tuple[type[Exception], ...]
     copies: int = 0
     timeout: float = 0.0
     on_call: Callable[[float, bool], None] | None = None
     _free: list[Client] = field(default_factory=list, init=False)
     _scripts: dict[str, Callable[..., str]] = field(default_factory=dict, init=False)
-
-    @cached_property
-    def is_cluster(self) -> bool:
-        """Whether only keys with the same hash tag are on the same server."""
-        return self.scheme.endswith("+cluster")
 
     def of_each(self, *calls: ScriptCall, is_durable: bool = False) -> list[Answers]:
         """Run scripts in one round trip to each server, about any number of keys on any servers.

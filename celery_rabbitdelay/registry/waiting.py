@@ -15,7 +15,6 @@ from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
-from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.options import Result
 from celery_rabbitdelay.exceptions import JobClosed, NotRecorded, NotTracked, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
@@ -30,11 +29,7 @@ from celery_rabbitdelay.levels.delay import (
 from celery_rabbitdelay.levels.headers import COPY
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
 from celery_rabbitdelay.publishing.kombu_internals import closing, connect
-from celery_rabbitdelay.registry.application import (
-    Breaker,
-    has_registry,
-    register_sent,
-)
+from celery_rabbitdelay.registry.application import register_sent
 from celery_rabbitdelay.registry.decision import Outcome, Registration, new_copy
 from celery_rabbitdelay.registry.holding import Holding, publish_signed
 from celery_rabbitdelay.registry.index import Filter, Pending
@@ -56,9 +51,6 @@ _FOUND: Final = {
     "superseded": Outcome.CANCELLED,
     "released": Outcome.RELEASED,
 }
-
-#: How many tasks are looked at, or cancelled, at once.
-CHUNK: Final = 500
 
 #: A task, or several: ids and results of sends.
 Meant: TypeAlias = "str | UUID | ResultBase | Iterable[Meant]"
@@ -87,14 +79,10 @@ class Waiting(Holding):
         delays: The application's delay levels.
     """
 
-    def __init__(self, delays: Delays) -> None:
-        super().__init__(delays)
-        self._breaker = Breaker()
-
     @property
     def has_registry(self) -> bool:
         """Whether there is a registry, and the broker has levels."""
-        return has_registry(self._delays)
+        return self._delays.available and self._delays.uses("registry_url")
 
     def cancel(
         self,
@@ -167,37 +155,34 @@ class Waiting(Holding):
         self,
         *,
         sent_before: datetime | None = None,
-        limit: int | None = None,
         **filters: Unpack[Filters],
     ) -> int:
-        """Cancel all tasks that :meth:`pending` lists, some hundreds at a time; return how many.
+        """Cancel all tasks that :meth:`pending` lists, a hundred at a time; return how many.
 
         Their results become ``REVOKED`` when they would have been due. If it fails in the middle,
         some are cancelled: call it again.
 
         Args:
             sent_before: Only those that were sent before; None: before this call.
-            limit: At most so many, the next ones; None: all.
             **filters: As for :meth:`pending`; without any, all tasks.
         """
-        end_ms = _ms(sent_before) or self.registry.now_ms() + 1
-        wanted = _filter(**filters)._replace(sent_before_ms=end_ms)
-        return sum(self.cancel_batches(wanted, limit))
+        before = sent_before or instant_of(self.registry.now_ms() + 1)
+        wanted = Filter.of(**filters)._replace(sent_before_ms=milliseconds_of(before))
+        return sum(self.cancel_batches(wanted))
 
-    def cancel_batches(self, wanted: Filter, limit: int | None = None) -> Iterator[int]:
+    def cancel_batches(self, wanted: Filter) -> Iterator[int]:
         """Cancel tasks as :meth:`cancel_pending`, and yield how many were after each batch.
 
         Args:
             wanted: Which tasks; with ``sent_before_ms``, or it goes on as long as more are sent.
-            limit: At most so many, the next ones; None: all.
         """
-        left, has_found = limit, True
+        has_found = True
         # Until none is found: one that is postponed meanwhile may have moved to a place that was
         # read before.
         while has_found:
             has_found = False
-            for tasks in self.registry.index.batches(wanted, CHUNK):
-                ids = [each.task_id for each in tasks[:left]]
+            for part in self.registry.index.parts(wanted):
+                ids = [each.task_id for each in part.tasks]
                 outcomes = self.registry.cancel_each(ids, also_future=False)
                 self._say_cancelled(dict(zip(ids, outcomes, strict=True)))
                 done = outcomes.count(Outcome.DONE)
@@ -205,10 +190,6 @@ class Waiting(Holding):
                 for task_id, outcome in zip(ids, outcomes, strict=True):
                     readable(f"the record of task {task_id}", outcome)
                 has_found = has_found or done > 0
-                if left is not None:
-                    left -= done
-                    if not left:
-                        return
 
     def cancel_stamped(self, headers: Mapping[str, object] | list[str]) -> Outcome:
         """Cancel the tracked tasks that wait and have one of these stamps.
@@ -221,8 +202,8 @@ class Waiting(Holding):
             headers = dict(each.split("=")[:2] for each in headers)
         wanted = {name: set(maybe_list(stamps) or ()) for name, stamps in headers.items()}
         found: list[str] = []
-        for tasks in self.registry.index.batches(Filter(), CHUNK):
-            ids = [each.task_id for each in tasks]
+        for part in self.registry.index.parts(Filter()):
+            ids = [each.task_id for each in part.tasks]
             messages = zip(ids, self.registry.index.messages(ids), strict=True)
             found += [each for each, text in messages if text and _is_stamped(text, wanted)]
         return self._cancel(found)
@@ -235,7 +216,7 @@ class Waiting(Holding):
         if not self.has_registry:
             return False
         try:
-            return bool(self._breaker.call(lambda: self.registry.index.tasks([task_id])))
+            return bool(self.registry.breaker.call(lambda: self.registry.index.tasks([task_id])))
         except RegistryUnavailable:
             return False
 
@@ -344,11 +325,11 @@ class Waiting(Holding):
                 ``key`` or ``job``; those that are due before ``due_before``, or at ``due_after`` or
                 later, which are aware datetimes.
         """
-        return self.registry.index.pending(_filter(**filters))
+        return self.registry.index.pending(Filter.of(**filters))
 
     def count(self, **filters: Unpack[Filters]) -> int:
         """Return how many tracked tasks wait; takes the same as :meth:`pending`."""
-        return self.registry.index.count(_filter(**filters))
+        return self.registry.index.count(Filter.of(**filters))
 
     def forecast(
         self, step: Delay = 60, **filters: Unpack[Filters]
@@ -363,7 +344,7 @@ class Waiting(Holding):
         Returns:
             Pairs of the start of a step and the number of tasks.
         """
-        now_ms, wanted = wall_clock.ms(), _filter(**filters)
+        now_ms, wanted = wall_clock.ms(), Filter.of(**filters)
         for start_ms, count in self.registry.index.forecast(wanted, now_ms, milliseconds(step)):
             yield instant_of(start_ms), count
 
@@ -410,17 +391,3 @@ def _is_stamped(message: str, wanted: Mapping[str, set[object]]) -> bool:
     return any(
         not values.isdisjoint(maybe_list(stamps.get(name)) or ()) for name, values in wanted.items()
     )
-
-
-def _filter(
-    task: str | None = None,
-    key: str | None = None,
-    job: str | None = None,
-    due_before: datetime | None = None,
-    due_after: datetime | None = None,
-) -> Filter:
-    return Filter(task, key, job, _ms(due_after), _ms(due_before))
-
-
-def _ms(instant: datetime | None) -> int | None:
-    return None if instant is None else milliseconds_of(instant)

@@ -22,13 +22,13 @@ from kombu.utils.functional import LRUCache
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.exceptions import TEMPORARY_ERRORS, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import Due, instant_of
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, NESTED_HEADERS, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.registry.application import RegistrySettings, registry_of
 from celery_rabbitdelay.registry.bootsteps import DecideOnArrival
 from celery_rabbitdelay.registry.decision import new_copy
-from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, may_hold, pause_ms
+from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, pause_ms
 from celery_rabbitdelay.registry.record import stored
 from celery_rabbitdelay.schedules import runs
 from celery_rabbitdelay.schedules.beat import BeatEntries
@@ -37,9 +37,9 @@ from celery_rabbitdelay.schedules.record import (
     Decided,
     Fate,
     Records,
+    of_task,
     says_of,
     send_each,
-    with_id,
 )
 from celery_rabbitdelay.schedules.recurrence import INVALID, OCCURRENCES, OVERDUE, Occurrence
 from celery_rabbitdelay.worker import celery_internals
@@ -55,9 +55,6 @@ TRY_AGAIN: Final = 1.0
 #: Seconds between two looks for schedules whose next occurrence has not come; the first one comes
 #: within the half of that. One worker at a time sends again what is missing.
 LOOK_EVERY: Final = 30.0
-
-#: Seconds to wait for more occurrences when several have come at once.
-GATHER: Final = 0.02
 
 #: Of how many schedules it is remembered what was decided last.
 MAX_REMEMBERED: Final = 20_000
@@ -128,6 +125,7 @@ class Arrivals(BatchThread[_Came]):
         super().__init__(consumer)
         self._delays = consumer.app.rabbitdelay
         self._registry = registry_of(self._delays)
+        self._holds = self._delays.settings_of(RegistrySettings).registry_down == "hold"
         self._records = Records(self._registry)
         self._early_tasks = early_tasks
         self._beat: BeatEntries | None = None
@@ -142,10 +140,9 @@ class Arrivals(BatchThread[_Came]):
         self.give(_Came(arrived, new_copy()))
 
     def begin(self) -> None:
-        """Put the entries of beat, if workers have taken them over; again if Redis lost them."""
-        with suppress(RegistryUnavailable):  # the first answer says it as well
-            asked_ms = wall_clock.ms()
-            self._note_clock(self._registry.now_ms(), asked_ms)
+        """Compare clocks; put the entries of beat, or again if Redis has lost them."""
+        with suppress(RegistryUnavailable):  # the next look says it as well
+            self._note_clock()
         if self._delays.uses("beat"):
             self._beat = self._beat or BeatEntries(self._delays.schedules)
             self._beat.keep()
@@ -153,14 +150,6 @@ class Arrivals(BatchThread[_Came]):
     def own_work_in(self) -> float:
         """Return the seconds until the next look for what has not come."""
         return self._look_at - time.monotonic()
-
-    def gather_for(self, first: int) -> float:
-        """Return for how long to wait for more occurrences, so that they share a round trip.
-
-        Not for a single one, nor if the prefetch count lets hardly any more of them come.
-        """
-        gathers = first > 1 and may_hold(self._consumer, 2 * first)
-        return GATHER if gathers else 0.0
 
     def work(self, batch: list[_Came]) -> None:
         """Publish what follows, and let the event loop go on with what has come."""
@@ -217,17 +206,14 @@ class Arrivals(BatchThread[_Came]):
 
     def _decided(self, asked: Sequence[_Came]) -> Iterator[_Came]:
         """Yield the occurrences with what follows; what Redis does not decide waits."""
-        asked_ms, answers = wall_clock.ms(), list[Decided | None]()
+        answers: Sequence[Decided | None] = [None] * len(asked)
         try:
-            answers += self._records.decide([came.arriving for came in asked])
+            answers = self._records.decide([came.arriving for came in asked])
         except RegistryUnavailable as error:
             logger.warning("It is not known which occurrences of schedules have run: %s", error)
-            answers += [None] * len(asked)
         for came, answer in zip(asked, answers, strict=True):
             occurrence = came.occurrence
-            if answer is not None:
-                self._note_clock(answer.now_ms, asked_ms)
-            elif self._delays.settings_of(RegistrySettings).registry_down == "hold":
+            if answer is None and self._holds:
                 wait_ms = pause_ms(lateness(occurrence.due_ms))
                 self._put_back(came, wait_ms, is_followed=occurrence.is_followed)
                 continue
@@ -241,9 +227,12 @@ class Arrivals(BatchThread[_Came]):
                 )
             yield came
 
-    def _note_clock(self, redis_ms: int, asked_ms: int) -> None:
+    def _note_clock(self) -> None:
+        asked_ms, redis_ms, now_ms = wall_clock.ms(), self._registry.now_ms(), wall_clock.ms()
+        if now_ms < asked_ms:
+            return  # the worker's clock was set back meanwhile
         # An answer that has taken long is no difference between clocks.
-        skew_ms = redis_ms - min(max(redis_ms, asked_ms), wall_clock.ms())
+        skew_ms = redis_ms - min(max(redis_ms, asked_ms), now_ms)
         if abs(skew_ms) <= TOLERATED_MS:
             skew_ms = 0
         elif not self._skew_ms:
@@ -293,14 +282,11 @@ class Arrivals(BatchThread[_Came]):
         destination = self._early_tasks.destination(former, waited)
         if destination is None:
             raise LookupError("its queue is unknown")
-        says = says_of(following, TRACKED in waited.registry)
+        says, due_ms = says_of(following, TRACKED in waited.registry), following.due_ms
         most = self._delays.settings.max_message_bytes
-        again = waiting_task(former, destination, following.due_ms, most)
-        others = {**with_id(again.headers.others, following.task_id), "expires": None}
-        again = again.having(correlation_id=following.task_id)
-        again = again.saying(registry=says, others=others)
-        due = Due.at(instant_of(following.due_ms - self._skew_ms))
-        return producer.routed(again, destination.queue, due)
+        again = waiting_task(former, destination, due_ms, most)
+        again = of_task(again, following.task_id, due_ms, says)
+        return producer.routed(again, destination.queue, Due.until(due_ms - self._skew_ms))
 
     def _fate(self, came: _Came) -> Fate | None:
         """Return what becomes of an occurrence; None if it waits for a run's end, or is dropped."""
@@ -388,9 +374,7 @@ class Arrivals(BatchThread[_Came]):
         try:
             arrived.go_on()
         finally:
-            task_id = celery_internals.id_of(arrived.delivery.message)
-            waits = partial(runs.waits_for_rate, self._consumer, arrived.delivery)
-            runs.given(task_id, waits)
+            runs.given(self._consumer, arrived.delivery)
 
     def _look_after_schedules(self) -> None:
         now_ms, remembered = wall_clock.ms(), self._remembered
@@ -409,9 +393,7 @@ class ScheduleStep(celery_internals.RabbitMQStep):
 
     requires = (DecideOnArrival,)
 
-    def __init__(self, consumer: Any, **options: Any) -> None:
-        self._arrivals: Arrivals | None = None
-        super().__init__(consumer, **options)
+    _arrivals: Arrivals | None = None
 
     def start(self, consumer: Any) -> None:
         """Begin to take occurrences, and to look for those that do not come."""

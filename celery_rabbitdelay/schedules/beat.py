@@ -14,8 +14,6 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.exceptions import TEMPORARY_ERRORS, InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.registry.application import registry_of
-from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.schedules.recurrence import Occurrence
 from celery_rabbitdelay.schedules.schedules import OPTIONS, Schedules
 
@@ -66,8 +64,7 @@ class BeatEntries:
         app = schedules.app
         self._schedules, self._application = schedules, str(app.main or "")
         self._prefix = f"beat:{self._application}:"
-        self._registry = registry_of(app.rabbitdelay)
-        self._records = Records(self._registry)
+        self._records = schedules._records
         self._is_current: bool | None = None
         # As a worker has done: entries may be added when the application is finalized.
         app.loader.import_default_modules()
@@ -94,7 +91,7 @@ class BeatEntries:
         Returns:
             Whether they are as this code has them.
         """
-        with self._registry.alone_under(self._prefix):
+        with self._records.registry.alone_under(self._prefix):
             found = self._records.taken_over(self._application)
             if not is_forced and int(found.get(self.digest, 0)) > wall_clock.ms() - FLAPPING_MS:
                 logger.warning(_FORMER)

@@ -24,6 +24,7 @@ from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
+from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import RESENDS
 from celery_rabbitdelay.publishing.signature import signed
@@ -72,7 +73,16 @@ def message_of(occurrence: Occurrence, message: str) -> Delayed:
 
 
 def filled(pattern: Delayed, task_id: str, due_ms: int, says: Mapping[str, object]) -> Delayed:
-    """Return what a schedule sends as the message of one task, which is not signed.
+    """Return what a schedule sends as the message of one task: see :func:`of_task`."""
+    return pattern._replace(
+        message=of_task(pattern.message, task_id, due_ms, says), task_id=task_id
+    )
+
+
+def of_task(
+    pattern: WaitingMessage, task_id: str, due_ms: int, says: Mapping[str, object]
+) -> WaitingMessage:
+    """Return the message of one task, which is not signed, made of that of another one.
 
     Args:
         pattern: What the schedule sends.
@@ -80,10 +90,12 @@ def filled(pattern: Delayed, task_id: str, due_ms: int, says: Mapping[str, objec
         due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
         says: Its headers for the registry.
     """
-    others = with_id(pattern.message.headers.others, task_id)
-    message = pattern.message.having(correlation_id=task_id)
-    message = message.saying(due_ms=due_ms, registry=says, others=others)
-    return pattern._replace(message=message, task_id=task_id)
+    headers = pattern.headers.others
+    # It stays the root, if it was that.
+    ids = {each: task_id for each in ("id", "root_id") if headers.get(each) == headers.get("id")}
+    others = {**headers, **ids, "expires": None}
+    message = pattern.having(correlation_id=task_id)
+    return message.saying(due_ms=due_ms, registry=says, others=others)
 
 
 def says_of(occurrence: Occurrence, is_tracked: bool) -> dict[str, object]:
@@ -132,7 +144,7 @@ def captured(
     sent = name if known is None or app.conf.task_always_eager else known
     is_listed = is_tracked_by_default(app.rabbitdelay, known)
     says = {TRACKED: True} if is_listed else {}
-    call = Call(made.task_id, list(args), dict(kwargs), Due.at(instant_of(made.due_ms)))
+    call = Call(made.task_id, list(args), dict(kwargs), Due.until(made.due_ms))
     try:
         delayed = capture(app.rabbitdelay, sent, call, options, says).delayed
     except EncodeError as error:
@@ -169,13 +181,6 @@ def canonical(value: object) -> str:
     return f"{kind.__qualname__}{canonical(value.__reduce_ex__(2)[1:3])}"
 
 
-def with_id(headers: Mapping[str, object], task_id: str) -> dict[str, object]:
-    """Return Celery's headers of a task under another id; it stays the root, if it was that."""
-    former = headers.get("id")
-    ids = {each: task_id for each in ("id", "root_id") if headers.get(each) == former}
-    return {**headers, **ids}
-
-
 def send_each(
     delays: Delays,
     items: Sequence[ItemT],
@@ -199,7 +204,7 @@ def send_each(
     def make(producer: DelayedProducer, item: ItemT) -> ToPublish:
         delayed = messages[id(item)] = made(producer, item)
         queue = delayed.queue and delays.app.amqp.queues.get(delayed.queue.name, delayed.queue)
-        due = Due.at(instant_of(_due_ms(delayed) - skew_ms))
+        due = Due.until(_due_ms(delayed) - skew_ms)
         return queue, delayed.message.amqp(), partial(producer.address, delayed, due)
 
     def settle(item: ItemT, error: Exception | None) -> None:
@@ -302,13 +307,10 @@ class NotedSchedule(NamedTuple):
     def of(cls, found: Mapping[str, str]) -> Self | None:
         """Read it; None if nothing is noted, or it cannot be read."""
         try:
-            ahead = int(found["ahead"]) if found["ahead"] else None
-            order = int(found["order"])
-            occurrence = Occurrence.of(found.get("occurrence"))
-            if occurrence is not None and ahead is not None:
-                revision = found["revision"]
-                occurrence = occurrence._replace(instant_ms=ahead, order=order, revision=revision)
-            last = None
+            order, ahead = int(found["order"]), int(found["ahead"]) if found["ahead"] else None
+            occurrence, last = None, None
+            if ahead is not None and (put := Occurrence.of(found.get("occurrence"))):
+                occurrence = put._replace(instant_ms=ahead, order=order, revision=found["revision"])
             if "last" in found:
                 due, came, fate = found["last"].split()
                 last = instant_of(int(due)), instant_of(int(came)), cast("Fate", fate)
@@ -316,7 +318,7 @@ class NotedSchedule(NamedTuple):
                 order,
                 ahead,
                 int(found.get("done", -1)),
-                None if ahead is None else occurrence,
+                occurrence,
                 found.get("message", ""),
                 bool(found.get("deleted")),
                 found.get("paused") == "1",
@@ -359,7 +361,6 @@ class Decided(NamedTuple):
         is_paused: Whether the schedule is paused.
         order: The order of that message.
         is_lost: Whether Redis has lost what the schedule sends.
-        now_ms: The time by the clock of Redis, in milliseconds since 1970-01-01 UTC.
     """
 
     goes_on: bool
@@ -367,7 +368,6 @@ class Decided(NamedTuple):
     is_paused: bool = False
     order: int = 0
     is_lost: bool = False
-    now_ms: int = 0
 
 
 class Arriving(NamedTuple):
@@ -396,7 +396,7 @@ class Records:
     """
 
     def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+        self.registry = registry
         self._store = registry.store
         self._names = registry.names
         self._all = registry.names.only("schedules")
@@ -423,56 +423,51 @@ class Records:
         self.came([], due, [])
 
     def edit(
-        self, before: NotedSchedule | None, put: Occurrence, message: str, paused: bool | None
+        self,
+        name: str,
+        before: NotedSchedule | None,
+        order: int,
+        put: Occurrence | None = None,
+        message: str = "",
+        paused: bool | None = None,
     ) -> bool:
-        """Note what a schedule sends; return False if its record is not as it was before.
-
-        Args:
-            before: What was noted.
-            put: The occurrence whose message is sent now.
-            message: What is sent.
-            paused: Whether it is paused; None for as it is.
-
-        Raises:
-            RegistryUnavailable: As all methods; or it was noted, and has too few copies.
-        """
-        # What is listed and not noted is found to be nothing when it is due.
-        self.note_due({put.name: put.due_ms})
-        is_paused = None if paused is None else int(paused)
-        given = put.order, put.instant_ms, put.revision, put.text, message, is_paused
-        return self._edit(put.name, before, given)
-
-    def delete(self, name: str, before: NotedSchedule, order: int) -> bool:
-        """Note that a schedule was deleted; return False, and raise, as :meth:`edit` does.
+        """Note what a schedule sends, or that it was deleted.
 
         Args:
             name: Its name.
             before: What was noted.
-            order: The order of the deletion.
-        """
-        is_deleted = self._edit(name, before, (order, "", "", "", "", ""))
-        if is_deleted:
-            self.note_due({name: None})
-        return is_deleted
+            order: The order of the edit.
+            put: The occurrence whose message is sent now; None: it is deleted.
+            message: What is sent.
+            paused: Whether it is paused; None for as it is.
 
-    def _edit(
-        self, name: str, before: NotedSchedule | None, given: Sequence[str | int | None]
-    ) -> bool:
+        Returns:
+            Whether it was noted: its record is as it was before.
+
+        Raises:
+            RegistryUnavailable: As all methods; or it was noted, and has too few copies.
+        """
+        said: Sequence[str | int] = "", "", ""
+        if put is not None:
+            # What is listed and not noted is found to be nothing when it is due.
+            self.note_due({name: put.due_ms})
+            said = put.instant_ms, put.revision, put.text
         was = (before.order, before.ahead_ms) if before is not None else ("", "")
-        fields = [list(map(_text, (*was, *given)))]
+        is_paused = None if paused is None else int(paused)
+        fields = [list(map(_text, (*was, order, *said, message, is_paused)))]
         call = self._call("schedules/edit", [name], fields, NOTE_MS)
         ((is_noted,),) = self._store.of_each(call, is_durable=True)
         if isinstance(is_noted, str):
             raise RegistryUnavailable(f"the schedule {name!r} cannot be noted: {is_noted}")
-        if is_noted:  # what waits for the end of a run will be dropped, and keeps no other out
-            self._store.commands(lambda pipe: pipe.delete(self._names.of("queued", name)))
+        if is_noted and put is None:
+            self.note_due({name: None})
         return bool(is_noted)
 
     def _call(
         self, script: str, names: Sequence[str], fields: Sequence[Sequence[str | int]], shared: int
     ) -> ScriptCall:
         keys = [self._names.of("schedule", name) for name in names]
-        return ScriptCall(script, keys, fields, self._registry.keep_ms, (shared,))
+        return ScriptCall(script, keys, fields, self.registry.keep_ms, (shared,))
 
     def decide(
         self, arriving: Sequence[Arriving], *, notes_again: bool = False
@@ -502,10 +497,9 @@ class Records:
                 logger.error("The record of the schedule %r cannot be read: %s", name, answer)
                 decided.append(None)
                 continue
-            goes_on, following, is_paused, order, is_lost, now = answer
+            goes_on, following, is_paused, order, is_lost = answer
             following_ms = int(following) if following else None
-            made = bool(goes_on), following_ms, bool(is_paused), int(order), bool(is_lost), int(now)
-            decided.append(Decided(*made))
+            decided.append(Decided(goes_on, following_ms, is_paused, int(order), is_lost))
         return decided
 
     def came(
@@ -530,7 +524,7 @@ class Records:
                     ran = self._names.of("ran", each.name)
                     pipeline.zadd(ran, {str(each.instant_ms): each.instant_ms})
                     pipeline.zremrangebyrank(ran, 0, -MAX_RAN - 1)
-                    pipeline.pexpire(ran, self._registry.keep_ms)
+                    pipeline.pexpire(ran, self.registry.keep_ms)
             for each, message in lost:
                 record = self._names.of("schedule", each.name)
                 pipeline.hsetnx(record, "occurrence", each.text)
@@ -559,9 +553,7 @@ class Records:
 
     def may_heal(self) -> bool:
         """Return whether the caller is the one that looks after the schedules now."""
-        key = self._names.only("healing")
-        (is_first,) = self._store.commands(lambda pipe: pipe.set(key, "1", nx=True, px=HEALING_MS))
-        return bool(is_first)
+        return self._store.lease(self._names.only("healing"), new_copy(), HEALING_MS)
 
     def taken_over(self, application: str) -> dict[str, str]:
         """Return which entries of beat an application has: "current", and when others ended."""

@@ -60,9 +60,6 @@ _CENTURY_MS: Final = 36_525 * _DAY_MS
 #: For how many days an event of the sun is looked for: beyond the polar circles it may be far.
 _YEAR: Final = 370
 
-#: Beyond all instants.
-_FAR_MS: Final = 2 * MAX_DUE_MS
-
 #: The fields of Celery's crontab, in the order of cron, and how many numbers ``*`` says.
 _CELERYS: Final = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
 _SIZES: Final = (60, 24, 31, 12, 7)
@@ -199,7 +196,7 @@ class Recurrence(NamedTuple):
         """Return when it is due first after an instant; None for never again.
 
         Raises:
-            ValueError: Too much is excluded, or the sun is away too long, to find that out.
+            ValueError: Too much is excluded, or the sun is away for a year, as at the poles.
         """
         instant_ms = begin_ms = max(instant_ms, self.start_ms - 1)
         end_ms = MAX_DUE_MS if self.end_ms is None else self.end_ms
@@ -210,9 +207,6 @@ class Recurrence(NamedTuple):
                     found[rule] = _next(rule, self, instant_ms)
             at_ms = min(found.values())
             if at_ms > end_ms:
-                away = [each for each in self.rules if found[each] == _FAR_MS]
-                if away and end_ms - begin_ms > (_YEAR - 1) * _DAY_MS:
-                    raise ValueError(f"{away[0]!r} is never due within a year")
                 return None
             behind_ms = self._end_of_excluded(at_ms)
             if behind_ms is None:
@@ -337,11 +331,10 @@ def _sun(rule: str, instant_ms: int) -> int:
 
     The result is in whole seconds. An event is always searched for from the same hour of its
     longitude's mean time, because ephem finds another second from each start. The sun rises between
-    midnight and noon everywhere, so what is found within a day is all there is. If it is not found
-    in a year, the result is beyond all instants.
+    midnight and noon everywhere, so what is found within a day is all there is.
 
     Raises:
-        ValueError: The rule is wrong.
+        ValueError: The rule is wrong, or not due within a year.
         ImproperlyConfigured: The package ephem is not installed.
     """
     event, latitude, longitude = rule.removeprefix(_SOLAR).split()
@@ -358,7 +351,7 @@ def _sun(rule: str, instant_ms: int) -> int:
             found_ms = milliseconds_of(found.replace(tzinfo=UTC)) // 1000 * 1000
             if instant_ms < found_ms < begin_ms + _DAY_MS:
                 return found_ms
-    return _FAR_MS
+    raise ValueError(f"{rule!r} is never due within a year")
 
 
 #: The most characters of what an occurrence's header says.

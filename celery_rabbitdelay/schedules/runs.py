@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Lock, Thread
+from functools import cache, partial
+from threading import Thread
 from typing import Any, Final
 
 from celery.signals import worker_shutdown
@@ -21,7 +22,6 @@ from celery.worker import state
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.registry import Registry
-from celery_rabbitdelay.registry.store import Store
 from celery_rabbitdelay.schedules.recurrence import Occurrence
 from celery_rabbitdelay.worker.celery_internals import Delivery, id_of
 
@@ -42,37 +42,29 @@ class _Run:
     """A run in this worker.
 
     Attributes:
-        store: Where its lease is.
-        key: The key of its lease.
-        token: The value of its lease, which identifies this arrival.
-        is_given: Whether Celery has it, or has run it. Then it ends when Celery has it no more.
-        waits: Returns whether it waits in Celery because of its rate limit.
-        waited: Whether it did so at the last look.
+        lease: Takes, keeps or gives back its lease, whose token identifies this arrival; see
+            :meth:`.Store.lease`.
+        waits: Returns whether it waits in Celery because of its rate limit; None before Celery has
+            got it.
+        is_seen: Whether Celery had it at the last look.
     """
 
-    store: Store
-    key: str
-    token: str
-    is_given: bool = False
-    waits: Callable[[], bool] = bool
-    waited: bool = False
-
-    def lease(self, lasts_ms: int, family: str = "") -> bool:
-        """Take, keep or give back the lease; see :meth:`.Store.lease`."""
-        return self.store.lease(self.key, self.token, lasts_ms, family)
+    lease: Callable[..., bool]
+    waits: Callable[[], bool] | None = None
+    is_seen: bool = True
 
     def is_over(self, task_id: str) -> bool:
-        """Return whether Celery has it no more."""
+        """Return whether Celery has got it, and has it no more."""
+        if self.waits is None:
+            return False
         # Celery has it in neither for an instant when it leaves the rate limit's bucket.
-        waited, self.waited = self.waited, self.waits()
-        return not (waited or self.waited or task_id in state.requests)
+        was_seen, self.is_seen = self.is_seen, self.waits() or task_id in state.requests
+        return not (was_seen or self.is_seen)
 
 
 #: The runs, by the ids of their tasks. They outlive the connection that they came over, and a
 #: worker that stops waits for them.
 _going: Final[dict[str, _Run]] = {}
-_threads: Final[list[Thread]] = []
-_lock: Final = Lock()
 
 
 def waits_for_rate(consumer: Any, delivery: Delivery) -> bool:
@@ -92,39 +84,44 @@ def try_start(registry: Registry, occurrence: Occurrence) -> bool:
     """Return whether an occurrence may run now, or cannot be told not to; keep its lease."""
     family = f"{occurrence.task_id} "
     key = registry.names.of("running", occurrence.name)
-    run = _Run(registry.store, key, family + new_copy())
+    lease = partial(registry.store.lease, key, family + new_copy())
     try:
-        if not run.lease(LEASE_MS, family):
+        if not lease(LEASE_MS, family):
             return False
     except RegistryUnavailable as error:
         logger.warning("Occurrence %s may overlap another: %s", occurrence.task_id, error)
         return True
     queue(registry, occurrence, 0)
-    with _lock:
-        _going[occurrence.task_id] = run
-        if not _threads:
-            _threads.append(Thread(target=_keep, name="rabbitdelay-runs", daemon=True))
-            _threads[0].start()
+    _going[occurrence.task_id] = _Run(lease)
+    _start()
     return True
 
 
-def given(task_id: str, waits: Callable[[], bool]) -> None:
-    """Note that Celery has got a task, and what returns whether its rate limit holds it."""
-    if (run := _going.get(task_id)) is not None:
-        run.waits, run.waited = waits, waits()
-        run.is_given = True
+def given(consumer: Any, delivery: Delivery) -> None:
+    """Note that Celery has got a task."""
+    if (run := _going.get(id_of(delivery.message))) is not None:
+        run.waits = partial(waits_for_rate, consumer, delivery)
 
 
 def queue(registry: Registry, occurrence: Occurrence, lasts_ms: int) -> bool:
     """Lease the place of the one that waits for the end of a run, or give it back.
 
+    Each edit of a schedule has a place of its own: what an earlier one left there is dropped when
+    it comes back, and keeps no other out.
+
     Returns:
         Whether the occurrence has it, or Redis does not answer: then it runs.
     """
-    key = registry.names.of("queued", occurrence.name)
+    key = registry.names.of("queued", f"{occurrence.order}:{occurrence.name}")
     with suppress(RegistryUnavailable):  # it ends by itself
         return registry.store.lease(key, occurrence.task_id, lasts_ms)
     return True
+
+
+@cache
+def _start() -> None:
+    """Start the thread, once."""
+    Thread(target=_keep, name="rabbitdelay-runs", daemon=True).start()
 
 
 def _keep() -> None:
@@ -137,17 +134,13 @@ def _keep() -> None:
             renew_at = time.monotonic() + RENEW_EVERY
         for task_id, run in list(_going.items()):
             try:
-                if run.is_given and run.is_over(task_id):
+                if run.is_over(task_id):
                     _going.pop(task_id, None)
                     run.lease(0)
                 elif renews:
                     run.lease(LEASE_MS)
             except Exception as error:  # noqa: BLE001 - the thread has to live on
                 logger.warning("The lease of %s is not kept: %s", task_id, error)
-        with _lock:
-            if not _going:
-                _threads.clear()
-                return
 
 
 @worker_shutdown.connect

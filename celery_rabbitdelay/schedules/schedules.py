@@ -27,7 +27,6 @@ from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.registry.record import restored, stored
-from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.schedules import record
 from celery_rabbitdelay.schedules.record import Fate, NotedSchedule, Records
 from celery_rabbitdelay.schedules.recurrence import (
@@ -166,8 +165,7 @@ class Schedules:
 
     def __init__(self, app: DelayingCelery) -> None:
         self.app = app
-        self._registry: Registry = registry_of(app.rabbitdelay)
-        self._records = Records(self._registry)
+        self._records = Records(registry_of(app.rabbitdelay))
 
     def put(
         self,
@@ -298,7 +296,7 @@ class Schedules:
             made = made._replace(instant_ms=first_ms, order=self._next_order(before))
             try:
                 # False if another program was faster, or an occurrence has come.
-                is_noted = records.edit(before, made, message, paused)
+                is_noted = records.edit(made.name, before, made.order, made, message, paused)
             except RegistryUnavailable as error:
                 if not error.may_have_arrived:
                     raise
@@ -406,7 +404,7 @@ class Schedules:
             if noted is None or noted.is_deleted:
                 return False
             # What waits for the end of a run outlives the last instant.
-            if self._records.delete(name, noted, self._next_order(noted)):
+            if self._records.edit(name, noted, self._next_order(noted)):
                 self._unlist(noted)
                 return noted.ahead_ms is not None
 
@@ -418,7 +416,7 @@ class Schedules:
         """
         now_ms, records = wall_clock.ms(), self._records
         names = list(records.overdue(now_ms - record.HEAL_AFTER_MS))
-        paused = self._registry.pauses.known() if names else {}
+        paused = self._records.registry.pauses.known() if names else {}
         healed: dict[str, Delayed] = {}
         listed: dict[str, int | None] = {}
         for name, noted in zip(names, records.get(names), strict=True):
@@ -448,10 +446,10 @@ class Schedules:
         """Take a tracked occurrence from the list of what waits, which will not run."""
         known = before and before.message and before.occurrence
         if before and known and record.is_tracked(restored(before.message, "")):
-            self._registry.cancel_each([known.task_id], also_future=False)
+            self._records.registry.cancel_each([known.task_id], also_future=False)
 
     def _next_order(self, before: NotedSchedule | None) -> int:
-        (ticket,) = self._registry.ask([("", "schedules")])
+        (ticket,) = self._records.registry.ask([("", "schedules")])
         return max(ticket.order, before.order + 1 if before else 0)
 
 

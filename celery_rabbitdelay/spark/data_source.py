@@ -29,7 +29,7 @@ from celery_rabbitdelay.registry.index import Filter, Index
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.spark.application import application_of, brief, briefly, tracks
 from celery_rabbitdelay.spark.options import ReadOptions, WriteOptions
-from celery_rabbitdelay.spark.write import BatchWriter, StreamWriter
+from celery_rabbitdelay.spark.write import Writer
 
 #: What readers yield.
 Rows: TypeAlias = "Iterator[tuple[object, ...] | pa.RecordBatch]"
@@ -63,7 +63,7 @@ class RabbitDelayDataSource(DataSource):
         )
 
     @briefly
-    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
+    def writer(self, schema: StructType, overwrite: bool) -> Writer:
         """Return what writes a DataFrame.
 
         Raises:
@@ -72,10 +72,10 @@ class RabbitDelayDataSource(DataSource):
         """
         if overwrite:
             raise InvalidOption("mode", "overwrite", "takes append: no task is overwritten")
-        return BatchWriter(schema, WriteOptions.of(self.options))
+        return Writer(schema, WriteOptions.of(self.options))
 
     @briefly
-    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
+    def streamWriter(self, schema: StructType, overwrite: bool) -> Writer:  # noqa: N802
         """Return what writes a stream.
 
         Raises:
@@ -84,7 +84,7 @@ class RabbitDelayDataSource(DataSource):
         """
         if overwrite:
             raise InvalidOption("outputMode", "complete", "takes append or update")
-        return StreamWriter(schema, WriteOptions.of(self.options))
+        return Writer(schema, WriteOptions.of(self.options), is_stream=True)
 
 
 class _Reader(DataSourceReader):

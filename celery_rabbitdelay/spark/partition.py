@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from functools import partial
 from inspect import signature
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from typing import Any, Final, TypeAlias
 from uuid import uuid4
 
@@ -36,7 +36,7 @@ from celery_rabbitdelay.exceptions import (
 )
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.spark.application import MADE, CeleryTask, find_task
-from celery_rabbitdelay.spark.columns import Batch, Columns, Shared, Taken, TaskIds, seconds, shown
+from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds, seconds, shown
 from celery_rabbitdelay.spark.options import WriteOptions
 
 #: About how many bytes of rows are kept in memory where rows differ in their task or queue, or
@@ -94,9 +94,6 @@ class Counts:
     seconds: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
 
-    def __post_init__(self) -> None:
-        self.refused = Counter(self.refused)  # JSON has objects only
-
     def add(self, report: object) -> None:
         """Add the counts that another report has."""
         for name in [each.name for each in fields(Counts) if hasattr(report, each.name)]:
@@ -124,29 +121,21 @@ class PartitionSender:
         app: The application.
         columns: Reads the rows.
         options: The options of the write.
-        write: The name of the write, which is the job of the registry that all tasks belong to.
-        has_registry: Whether there is one.
+        write: The name of the write.
         began_ms: Rows that were due before that are past, in milliseconds since 1970-01-01 UTC.
+        sent: The report.
     """
 
     app: Celery
     columns: Columns
     options: WriteOptions
     write: str
-    has_registry: bool
     began_ms: int
+    sent: Sent
+    _tasks: dict[str, CeleryTask | str | InvalidRow] = field(default_factory=dict, init=False)
+    _refused: list[list[object]] = field(default_factory=list, init=False)
 
-    def __post_init__(self) -> None:
-        context = TaskContext.get()
-        partition = 0 if context is None else context.partitionId()
-        attempt = 0 if context is None else context.attemptNumber()
-        self._sent = Sent(partition, self.write if self.has_registry else "")
-        self._attempt = f"{partition}.{attempt}"
-        self._registered = {"job": self.write, "once": True} if self.has_registry else {}
-        self._tasks: dict[str, CeleryTask | str | InvalidRow] = {}
-        self._refused: list[list[object]] = []
-
-    def send(self, batches: Iterator[Batch], ids: TaskIds) -> Sent:
+    def send(self, batches: Iterator[pa.RecordBatch], ids: TaskIds) -> Sent:
         """Send rows; the broker has confirmed all of them on return.
 
         Raises:
@@ -154,33 +143,30 @@ class PartitionSender:
             InvalidRow: A row is invalid, likewise.
         """
         try:
-            if not self.columns.are_shared or self.options.errors_path is not None:
-                for chunk in _chunks(batches):
-                    self._send_chunk(self.columns.taken(chunk, ids))
-            else:
+            if self.columns.are_shared and self.options.errors_path is None:
                 # No row need be kept.
                 taken = self.columns.taken(batches, ids)
-                rows: Iterator[Given] = filter(None, map(self._row, taken))
-                for first in rows:
-                    self._send_many(self.columns.shared, chain([first], rows))
+                self._send_many(self.columns.shared, filter(None, map(self._row, taken)))
+            else:
+                for chunk in _chunks(batches):
+                    self._send_chunk(self.columns.taken(chunk, ids))
         except Exception as error:
             # Spark does not say which one.
-            error.add_note(f"This was partition {self._sent.partition}, whose rows count from 0.")
+            error.add_note(f"This was partition {self.sent.partition}, whose rows count from 0.")
             raise
-        return self._sent
+        return self.sent
 
     def _row(self, taken: Taken) -> Given | None:
         """Return a row as it is sent; None if it is dropped."""
         row = taken.row
-        self._sent.rows += row.count if isinstance(row, WrittenRows) else 1
+        self.sent.rows += row.count if isinstance(row, WrittenRows) else 1
         if isinstance(row, Exception):
             raise row
-        self._task(taken.shared.task)
         if self.options.past == "send" or isinstance(row, WrittenRows) or not self._is_past(row):
             return row
         if self.options.past == "refuse":
             raise InvalidRow(shown(taken.given), "its time has passed (past = 'refuse')")
-        self._sent.dropped += 1
+        self.sent.dropped += 1
         return None
 
     def _is_past(self, row: Row) -> bool:
@@ -208,12 +194,11 @@ class PartitionSender:
         groups: dict[Shared, list[tuple[Taken, Given]]] = defaultdict(list)
         for each in chunk:
             try:
-                row = self._row(each)
+                if (row := self._row(each)) is not None:
+                    self._task(each.shared.task)
+                    groups[each.shared].append((each, row))
             except ROW_ERRORS as error:
                 self._refuse(each, error)
-            else:
-                if row is not None:
-                    groups[each.shared].append((each, row))
         for shared, members in groups.items():
             while members:
                 try:
@@ -231,12 +216,14 @@ class PartitionSender:
         self._write_refused()
 
     def _send_many(self, shared: Shared, rows: Iterable[Given]) -> None:
-        options: dict[str, Any] = {**json.loads(shared.options), **self._registered}
+        options: dict[str, Any] = json.loads(shared.options)
+        if self.sent.job:
+            options |= {"job": self.sent.job, "once": True}
         if self.app.main == MADE:  # it does not know how the queue was declared
             queue = options.get("queue") or self.app.conf.task_default_queue
             self.app.amqp.queues.add(Queue(queue, no_declare=True))
         # Random ids are known to nobody.
-        if self._sent.job and (self.options.job_id is not None or "task_id" in self.columns.types):
+        if self.sent.job and (self.options.job_id is not None or "task_id" in self.columns.types):
             rows = self._looked_up(rows)
         if self.options.max_rate is not None:
             rows = self._paced(rows, self.options.max_rate)
@@ -248,7 +235,7 @@ class PartitionSender:
             report = failed.report
             raise
         finally:
-            self._sent.add(report)
+            self.sent.add(report)
 
     def _looked_up(self, rows: Iterable[Given]) -> Iterator[Given]:
         """Yield rows, and count those whose tasks the registry knows before they are sent."""
@@ -257,7 +244,7 @@ class PartitionSender:
             keys = [index.names.of("task", each) for row in batch for each in _ids(row)]
             found = iter(index.store.commands(partial(_look_up, keys)))
             for row in batch:
-                self._sent.known += sum(islice(found, _count(row)))
+                self.sent.known += sum(islice(found, _count(row)))
                 yield row
 
     def _paced(self, rows: Iterable[Given], rate: float) -> Iterator[Given]:
@@ -266,7 +253,7 @@ class PartitionSender:
         for row in rows:
             if reserved < _count(row):
                 number = max(_count(row), int(rate * RESERVED_FOR))
-                time.sleep(registry.reserve(self._sent.job, number, rate))
+                time.sleep(registry.reserve(self.sent.job, number, rate))
                 reserved += number
             reserved -= _count(row)
             yield row
@@ -275,8 +262,10 @@ class PartitionSender:
         # Spark writes small and valid rows only.
         if self.options.errors_path is None or isinstance(taken.row, WrittenRows):
             raise error
-        self._sent.refused[type(error).__name__] += 1
-        texts = (type(error).__name__, str(error), self.write, self._attempt)
+        self.sent.refused[type(error).__name__] += 1
+        context = TaskContext.get()
+        attempt = f"{self.sent.partition}.{0 if context is None else context.attemptNumber()}"
+        texts = (type(error).__name__, str(error), self.write, attempt)
         self._refused.append([*taken.given.values(), *texts])
 
     def _write_refused(self) -> None:
@@ -295,7 +284,7 @@ class PartitionSender:
         arrow = arrow.with_metadata({SPARKS_SCHEMA: schema.json()})
         filesystem, folder = folder_of(self.options.errors_path)
         # A random name: Spark may run the same partition again.
-        name = f"{folder}/part-{self._sent.partition:05}-{uuid4()}.parquet"
+        name = f"{folder}/part-{self.sent.partition:05}-{uuid4()}.parquet"
         pq.write_table(pa.Table.from_arrays(arrays, schema=arrow), name, filesystem=filesystem)
         self._refused = []
 
@@ -330,11 +319,11 @@ def _count(row: Given) -> int:
     return 1 if isinstance(row, Row) else row.count
 
 
-def _chunks(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-    chunk, size = list[Batch](), 0
+def _chunks(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
+    chunk, size = list[pa.RecordBatch](), 0
     for batch in batches:
         chunk.append(batch)
-        size += getattr(batch, "nbytes", 0) + ROW_BYTES * len(batch)
+        size += batch.nbytes + ROW_BYTES * len(batch)
         if size >= CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0

@@ -7,19 +7,18 @@ Without a registry, each task is sent at least once.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Sequence
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 from uuid import uuid4
 
 import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql import DataFrame, datasource
 from pyspark.sql.datasource import WriterCommitMessage
-from pyspark.sql.types import StructType
+from pyspark.sql.types import DataType, StructType
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.application import Celery
@@ -27,21 +26,10 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.spark import application, columns
-from celery_rabbitdelay.spark.columns import Batch, Columns, TaskIds
+from celery_rabbitdelay.spark.columns import Columns, TaskIds
 from celery_rabbitdelay.spark.grouped import Grouping
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.partition import Counts, PartitionSender, Sent, folder_of
-
-#: Whether the writer of a stream gets batches of Arrow, and not rows (PySpark 4.1).
-STREAMS_BATCHES: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
-
-if TYPE_CHECKING or STREAMS_BATCHES:
-    StreamWriterBase = datasource.DataSourceStreamArrowWriter
-else:
-    StreamWriterBase = datasource.DataSourceStreamWriter
-
-#: How many rows of a stream are read together where Spark hands on single rows.
-ROWS_TOGETHER: Final = 10_000
 
 
 @dataclass
@@ -103,18 +91,17 @@ def dispatch(
             if group:
                 raise
     Columns(frame.schema, checked, is_sensitive)  # checks more than what plans a write can
-    writer = BatchWriter(frame.schema, checked, job_id)
+    writer = Writer(frame.schema, checked, job_id)
 
-    def send(batches: Iterator[Batch]) -> Iterator[Batch]:
-        sent = json.dumps(vars(writer.write(batches)))
-        yield pa.RecordBatch.from_pydict({"sent": [sent]})
+    def send(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield pa.RecordBatch.from_pydict({"sent": [pickle.dumps(writer.write(batches))]})
 
     try:
-        rows = frame.mapInArrow(send, "sent string").collect()
+        rows = frame.mapInArrow(send, "sent binary").collect()
     except BaseException:  # an interrupt as well: no task of an aborted job runs
         writer.abort([])
         raise
-    found = [Sent(**json.loads(row.sent)) for row in rows]
+    found: list[Sent] = [pickle.loads(row.sent) for row in rows]  # noqa: S301 - by the lines above
     writer.commit(found)
     report = Dispatched(sorted(found, key=lambda each: each.partition), writer.job)
     for each in found:
@@ -126,13 +113,38 @@ def dispatch(
 #: run of it.
 OF_STREAM: Final = ("streaming.sql.batchId", "sql.streaming.queryId", "spark.jobGroup.id")
 
+Messages: TypeAlias = Sequence[WriterCommitMessage | None]
 
-class _Writer:
-    """The part that the writers of a batch and of a stream share; pickled for the executors.
+
+class Names(NamedTuple):
+    """What the tasks of a DataFrame, or of a micro-batch, have in common.
+
+    Attributes:
+        job_id: What their ids are derived from.
+        write: The name of the write, which is its job if there is a registry.
+        began_ms: When it began, in milliseconds since 1970-01-01 UTC: rows that were due before
+            are past.
+    """
+
+    job_id: str
+    write: str
+    began_ms: int
+
+
+class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter):
+    """Writes a DataFrame, or the micro-batches of a query, each as a job; pickled for executors.
+
+    Spark hands on batches of Arrow for a stream as well, since it asks first whether a writer takes
+    them.
 
     Args:
         schema: The schema of the rows.
         options: The options.
+        job_id: What ids are derived from; None for what the options say, or a random one.
+        is_stream: Whether it writes a query.
+
+    Attributes:
+        job: The job of the registry; None without one, and for a query.
 
     Raises:
         InvalidColumn: The schema does not fit.
@@ -140,7 +152,13 @@ class _Writer:
             does not take these arguments.
     """
 
-    def __init__(self, schema: StructType, options: WriteOptions) -> None:
+    def __init__(
+        self,
+        schema: StructType,
+        options: WriteOptions,
+        job_id: str | None = None,
+        is_stream: bool = False,
+    ) -> None:
         self._schema = schema
         self._options = options
         types = Columns.planned(schema, options).types
@@ -151,55 +169,61 @@ class _Writer:
         if options.errors_path is not None:
             folder_of(options.errors_path)
         self._has_registry = app.rabbitdelay.has_registry
-        if self._has_registry:
-            return
-        takes = "takes a registry: set rabbitdelay_registry_url, or the option registry"
-        if "key" in types:
-            raise exceptions.InvalidColumn("key", types["key"].simpleString(), takes)
-        for name, value in (("job", options.job), ("maxRate", options.max_rate)):
-            if value is not None:
-                raise exceptions.InvalidOption(name, str(value), takes)
+        if not self._has_registry:
+            _refuse_what_needs_a_registry(types, options)
+        self._of_batch: Names | None = None
+        if not is_stream:
+            job_id = job_id or options.job_id or str(uuid4())
+            # A job that was written before may be written again.
+            write = options.job or f"spark:{job_id}:{uuid4().hex}"
+            self._of_batch = Names(job_id, write, wall_clock.ms())
+        self.job = self._of_batch.write if self._of_batch and self._has_registry else None
+        self._opens_jobs = self._has_registry and options.job is None
 
-    def _send(self, batches: Iterator[Batch], ids: TaskIds, job: str, began_ms: int) -> Sent:
-        """Send the rows of one partition; runs in an executor.
-
-        Args:
-            batches: The rows.
-            ids: Derives the tasks' ids.
-            job: The write's name, which is its job if there is a registry.
-            began_ms: Rows that were due before that are past, in milliseconds since 1970-01-01 UTC.
-        """
+    @application.briefly
+    def write(self, iterator: Iterator[Any]) -> Sent:
+        """Send the rows of one partition, which come in batches of Arrow; runs in an executor."""
+        names = self._of_batch or _of_micro_batch(self._options)
         app, options = application.application_of(self._options.application), self._options
         found = Columns(self._schema, options, columns.is_case_sensitive())
         # Closed in order: Spark ends its Python processes without a word.
         with closing(app.rabbitdelay):
-            if self._has_registry and options.job is None:
-                self._open(app, job)
-            sender = PartitionSender(app, found, options, job, self._has_registry, began_ms)
-            return sender.send(batches, ids)
+            if self._opens_jobs:
+                self._open(app, names.write)
+            context = TaskContext.get()
+            partition = 0 if context is None else context.partitionId()
+            sent = Sent(partition, names.write if self._has_registry else "")
+            sender = PartitionSender(app, found, options, names.write, names.began_ms, sent)
+            return sender.send(iterator, TaskIds(names.job_id))
 
-    def _end(
-        self, messages: Sequence[WriterCommitMessage | None], jobs: Collection[str], commits: bool
-    ) -> None:
-        """Commit or abort the jobs; runs in the driver.
+    @application.briefly
+    def commit(self, messages: Messages, batchId: int | None = None) -> None:  # noqa: N803
+        """Let the tasks run: all partitions are sent.
 
         Raises:
-            JobClosed: One has expired, so none of its tasks runs.
-            RegistryUnavailable: Redis does not answer at the commit; the job expires.
+            JobClosed: The job has expired, so none of its tasks runs.
+            RegistryUnavailable: Redis does not answer; the job expires.
         """
         app = application.application_of(self._options.application)
-        if not self._has_registry or self._options.job is not None:
-            return
+        jobs = {each.job for each in messages if isinstance(each, Sent) and each.rows}
         with closing(app.rabbitdelay):
-            for job in jobs:
-                if commits and any(isinstance(each, Sent) and each.rows for each in messages):
-                    app.rabbitdelay.commit_job(job)
-                elif not commits:
-                    # The user gets the error that ended the write; without Redis, the job expires.
-                    with suppress(exceptions.RegistryUnavailable):
-                        # An executor that still sends, or begins to, must not find an open job.
-                        self._open(app, job)
-                        app.rabbitdelay.abort_job(job)
+            for job in jobs if self._opens_jobs else ():
+                app.rabbitdelay.commit_job(job)
+
+    @application.briefly
+    def abort(self, messages: Messages, batchId: int | None = None) -> None:  # noqa: N803
+        """Let no task run: a partition has failed."""
+        app = application.application_of(self._options.application)
+        # Only the executors know a micro-batch's job, which is the same for all of them.
+        jobs = {each.job for each in messages if isinstance(each, Sent)}
+        if self.job is not None:
+            jobs.add(self.job)
+        # The user gets the error that ended the write; without Redis, the job expires.
+        with closing(app.rabbitdelay), suppress(exceptions.RegistryUnavailable):
+            for job in jobs if self._opens_jobs else ():
+                # An executor that still sends, or begins to, must not find an open job.
+                self._open(app, job)
+                app.rabbitdelay.abort_job(job)
 
     def _open(self, app: Celery, job: str) -> None:
         """Open the job, unless another executor has.
@@ -214,73 +238,19 @@ class _Writer:
                 raise
 
 
-class BatchWriter(_Writer, datasource.DataSourceArrowWriter):
-    """Writes the rows of one DataFrame.
-
-    Args:
-        schema: The schema of the rows.
-        options: The options.
-        job_id: What ids are derived from; None for what the options say, or a random one.
-
-    Attributes:
-        job: The job of the registry; None without one.
-    """
-
-    def __init__(
-        self, schema: StructType, options: WriteOptions, job_id: str | None = None
-    ) -> None:
-        super().__init__(schema, options)
-        self._began_ms = wall_clock.ms()
-        job_id = job_id or options.job_id or str(uuid4())
-        self._ids = TaskIds(job_id)
-        # A job that was written before may be written again.
-        self._job = options.job or f"spark:{job_id}:{uuid4().hex}"
-        self.job = self._job if self._has_registry else None
-
-    @application.briefly
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Sent:
-        """Send the rows of one partition."""
-        return self._send(iterator, self._ids, self._job, self._began_ms)
-
-    @application.briefly
-    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Let the tasks run: all partitions are sent."""
-        self._end(messages, {self._job}, commits=True)
-
-    @application.briefly
-    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Let no task run: a partition has failed."""
-        self._end(messages, {self._job}, commits=False)
+def _of_micro_batch(options: WriteOptions) -> Names:
+    context = TaskContext.get()
+    assert context is not None, "a stream is written by Spark's tasks"
+    batch, query, run = map(context.getLocalProperty, OF_STREAM)
+    job_id = f"{options.job_id or query}:{batch}"
+    # A batch whose run was killed is written again by the next run, as another job.
+    return Names(job_id, options.job or f"spark:{job_id}:{run}", wall_clock.ms())
 
 
-class StreamWriter(_Writer, StreamWriterBase):
-    """Writes the micro-batches of a query; each is a job."""
-
-    @application.briefly
-    def write(self, iterator: Iterator[Any]) -> Sent:
-        """Send the rows of one partition of a batch."""
-        context = TaskContext.get()
-        assert context is not None, "a stream is written by Spark's tasks"
-        batch, query, run = map(context.getLocalProperty, OF_STREAM)
-        batch_of_query = f"{self._options.job_id or query}:{batch}"
-        # A batch whose run was killed is written again by the next run, as another job.
-        job = self._options.job or f"spark:{batch_of_query}:{run}"
-        if not STREAMS_BATCHES:
-            rows = iterator
-            iterator = iter(lambda: list(islice(rows, ROWS_TOGETHER)), [])
-        return self._send(iterator, TaskIds(batch_of_query), job, wall_clock.ms())
-
-    @application.briefly
-    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Let the tasks of a batch run."""
-        self._end(messages, _jobs(messages), commits=True)
-
-    @application.briefly
-    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Let no task of a batch run."""
-        self._end(messages, _jobs(messages), commits=False)
-
-
-def _jobs(messages: Sequence[WriterCommitMessage | None]) -> set[str]:
-    # Only the executors know a batch's job, which is the same for all of them.
-    return {each.job for each in messages if isinstance(each, Sent)}
+def _refuse_what_needs_a_registry(types: Mapping[str, DataType], options: WriteOptions) -> None:
+    takes = "takes a registry: set rabbitdelay_registry_url, or the option registry"
+    if "key" in types:
+        raise exceptions.InvalidColumn("key", types["key"].simpleString(), takes)
+    for name, value in (("job", options.job), ("maxRate", options.max_rate)):
+        if value is not None:
+            raise exceptions.InvalidOption(name, str(value), takes)

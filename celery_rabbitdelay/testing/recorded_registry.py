@@ -69,7 +69,7 @@ class RecordedRegistry(Registry):
     def __init__(
         self, prefix: str, keep_ms: int, margin_ms: int, postponed: Callable[[str, int], None]
     ) -> None:
-        super().__init__(Store(_refuse, "recorded", ()), prefix, keep_ms, margin_ms)
+        super().__init__(Store(_refuse, False, ()), prefix, keep_ms, margin_ms)
         self.jobs = _Jobs(self.store, self.names, keep_ms, margin_ms)
         self.pauses = _Pauses(self.store, self.names)
         self.index = _Index(self.store, self.names, margin_ms, self.pauses.oldest_ms, self)

@@ -112,7 +112,7 @@ class Recording:
         self.recorded: list[Recorded] = []
         self.lock = threading.RLock()
         self._app = app
-        self.clock = Clock(wall_clock.source)
+        self.clock = Clock(wall_clock.ns)
         # It is only asked what it is, and never opened.
         connection = app.connection_for_write()
         publisher = RecordingPublisher(connection, self._record)

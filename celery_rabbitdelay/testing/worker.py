@@ -133,7 +133,7 @@ def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
         clock_ns: Returns the nanoseconds since 1970-01-01 UTC.
     """
     with (
-        patch.object(wall_clock, "source", clock_ns),
+        patch.object(wall_clock, "ns", clock_ns),
         patch.object(pauses, "FRESH", 0.0),
         patch.object(pauses, "PER_SECOND", 1e-3),
         patch.object(pauses, "JITTER", 0.0),

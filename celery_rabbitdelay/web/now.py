@@ -13,7 +13,7 @@ from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.metrics.reading import Reading
-from celery_rabbitdelay.operations import management
+from celery_rabbitdelay.operations.management import management_api
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked, verify_application
 from celery_rabbitdelay.registry.index import Filter, Kind, KindCounts
@@ -304,11 +304,8 @@ def _sent(site: Site) -> list[tuple[datetime, float]]:
     Raises:
         ManagementUnavailable: It does not answer.
     """
-    connection, url = site.queues_broker.connection, site.options.management
-    if url is None:
-        api = management.management_api_of(connection)
-    else:
-        api = management.ManagementAPI(url, management.tls_files_of(connection))
+    connection = site.queues_broker.connection
+    api = management_api(connection, site.options.management)
     # What clients publish to it and it routes, not what is dead-lettered into it; of what clients
     # publish, the API remembers ten minutes only.
     column, (age, step) = "publish_out_details", SENT

@@ -33,9 +33,6 @@ MOST_JOBS, COUNTED_JOBS = 1_000, 8
 #: Until when due tasks are counted beside a search: the value of the term, in milliseconds.
 SOON: Final = {"<1h": 3_600_000, "<1d": 86_400_000, "<7d": 604_800_000}
 
-#: How many tasks are postponed between two words about the progress.
-BATCH: Final = 50
-
 #: Returns when a task is to run, by its id and when it is due; None if it stays as it is.
 Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
 
@@ -278,10 +275,10 @@ def postpone_batches(delays: RabbitDelay, wanted: Filter, until: Until) -> Itera
         NotTracked: A task is to run earlier, and its message is not known.
         RegistryUnavailable: Redis does not answer.
     """
-    for tasks in delays.registry.index.batches(wanted, BATCH):
+    for part in delays.registry.index.parts(wanted):
         done = 0
         try:
-            for each in tasks:
+            for each in part.tasks:
                 if (eta := until(each.task_id, each.due)) is not None:
                     outcome = delays.postpone(each.task_id, eta=eta, also_future=False)
                     done += outcome is Outcome.DONE

@@ -200,7 +200,7 @@ class EarlyTasks(BatchThread[Early]):
             return False
         due = None
         if waited is not None:
-            until_ms = self._early.until(waited, f"Task {celery_internals.shown(task_id)}")
+            until_ms = self._early.until(waited, lambda: f"Task {celery_internals.shown(task_id)}")
             due = None if until_ms is None else Due.until(until_ms)
         if due is None:
             # It was released in time, or never waited.
@@ -403,9 +403,10 @@ class EarlyTasks(BatchThread[Early]):
         if waited is not None:
             again = message.saying(early=EarlyHeader(waited.early.times))
             message, until = forwarding.waiting_on(self._topology, again, until.at_ms)
-        if not self._needs_distribution(message, waited):
+        if waited is None or waited.queue is not None:
             return message, queue, until
-        # Distribution publishes by exchange and key: to this queue, and to no other.
+        # It has passed through distribution, and does so again: nobody may have bound its queue to
+        # the levels. Distribution publishes by exchange and key: to this queue, and to no other.
         said = message.headers
         again_from = said.early._replace(exchange=said.exchange, routing_key=said.routing_key)
         message = message.saying(exchange="", routing_key=queue.name, early=again_from)
@@ -480,16 +481,6 @@ class EarlyTasks(BatchThread[Early]):
             early.is_held = False
             self._consumer.qos.decrement_eventually()
         action()
-
-    def _needs_distribution(self, message: WaitingMessage, waited: DelayHeaders | None) -> bool:
-        """Return whether a task has to pass through distribution, which no other queue notices.
-
-        A task that has done so already does it again: nobody may have bound its queue to the
-        levels.
-        """
-        priority = message.properties.get("priority") or 0
-        is_too_high = self._topology.queue_type == "quorum" and priority > header_names.MAX_PRIORITY
-        return is_too_high or (waited is not None and waited.queue is None)
 
 
 def _is_permanent(error: Exception) -> bool:

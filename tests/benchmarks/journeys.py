@@ -22,7 +22,7 @@ from pyspark.sql.types import ArrayType, DoubleType, StringType, StructType
 import celery_rabbitdelay
 from celery_rabbitdelay import Celery, Row
 from celery_rabbitdelay.spark.options import WriteOptions
-from celery_rabbitdelay.spark.write import BatchWriter
+from celery_rabbitdelay.spark.write import Writer
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.worker.bootsteps import WorkerDeclaration, module_service
 
@@ -76,7 +76,7 @@ def distribute(app: Any, exchange: Exchange) -> set[tuple[str, str]]:
 def write(given: dict[str, str]) -> None:
     """Write rows as Spark's executor and driver do, in this process."""
     schema = StructType().add("args", ArrayType(StringType())).add("delay", DoubleType())
-    writer = BatchWriter(schema, WriteOptions.of(given))
+    writer = Writer(schema, WriteOptions.of(given))
     args, delays = [[f"order-{n}"] for n in range(ROWS)], [600.0 + n for n in range(ROWS)]
     columns = {"args": args, "delay": delays}
     writer.commit([writer.write(iter([pa.RecordBatch.from_pydict(columns)]))])

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import amqp
+from kombu import Connection
 from kombu.compression import compress, decompress, encoders
 from kombu.serialization import loads
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
+from celery_rabbitdelay.kombu import DelayedProducer, Publisher
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
@@ -206,7 +208,9 @@ def undeliverable(message: amqp.Message) -> None:
     """Whatever lies in ``undeliverable``: its reason, and what a redrive makes of it."""
     info: Any = message.delivery_info
     assert examine(headers_of(message), TOPOLOGY, info["routing_key"]).reason
-    redriving = Redriving(TOPOLOGY, ALLOWED, modules=("check-in", "distribution"))
+    publisher = Publisher(Connection("amqp://"))
+    producer = DelayedProducer(publisher, TOPOLOGY, modules=("check-in", "distribution"))
+    redriving = Redriving(producer, ALLOWED)
     try:
         redriven = redriving.redriven(message)
     except UnprocessableMessage:

@@ -25,9 +25,9 @@
 --       arrival, whether RabbitMQ has delivered it before, and the instant that follows it (empty for none);
 --       then whether to note again what was decided before, because Redis may have gone back in time: then
 --       each message is the one that has decided the latest instant
--- Returns for each whether it goes on (1), or is dropped (0); the instant whose message is to be published
+-- Returns for each whether it goes on, or is dropped; the instant whose message is to be published
 -- before that (empty for none, or if it was published before); whether the schedule is paused, the order of
--- that message, whether Redis has lost what the schedule sends, and the time.
+-- that message, and whether Redis has lost what the schedule sends.
 
 -- Of so many instants it is noted at least, and at most, which message has decided them: of those of the
 -- last ten minutes, and of the latest ones.
@@ -75,8 +75,7 @@ local function decide(record, instant, order, revision, name, turns, arrival, is
   local noted, begun, first, behind, known, ahead, done, texts, paused, deleted, message =
     unpack(redis.call('HMGET', record, 'order', 'begun', 'first', 'behind', 'revision', 'ahead', 'done',
       'winners', 'paused', 'deleted', 'message'))
-  local winners, time = read(texts), text_of(now_ms)
-  local dropped = {0, '', 0, order, 0, time}
+  local winners, dropped = read(texts), {false, '', false, order, false}
   local is_new = not noted or tonumber(order) > tonumber(noted)
   local is_backlog = not is_new and tonumber(order) < tonumber(noted)
   instant, turns, following = tonumber(instant), tonumber(turns), tonumber(following)
@@ -117,14 +116,14 @@ local function decide(record, instant, order, revision, name, turns, arrival, is
   if is_backlog and following and following >= tonumber(first) then
     following = nil -- the put has sent it
   end
-  local answer = {1, text_of(following), paused == '1' and 1 or 0, order, message and 0 or 1, time}
+  local answer = {true, text_of(following), paused == '1', order, not message}
 
   -- Drop a message of an instant that was decided; if that was ahead, what follows it is.
   local function pass_over()
     if ahead ~= instant then
       return dropped
     end
-    answer[1], answer[4] = 0, is_new and order or noted
+    answer[1], answer[4] = false, is_new and order or noted
     note_ahead(record, answer[4], revision, text_of(following), false)
     return answer
   end

@@ -54,5 +54,5 @@ def frozen(now: float | None = None) -> Iterator[Clock]:
     """
     clock = Clock(time.time() if now is None else now)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wall_clock, "source", clock.time_ns)
+        patch.setattr(wall_clock, "ns", clock.time_ns)
         yield clock

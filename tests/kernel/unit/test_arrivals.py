@@ -18,7 +18,7 @@ DUE_NS = DUE_MS * 1_000_000
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(DUE_MS / 1000)
     monkeypatch.setattr(restore, "time", clock)
-    monkeypatch.setattr(wall_clock, "source", clock.time_ns)
+    monkeypatch.setattr(wall_clock, "ns", clock.time_ns)
     return clock
 
 

@@ -32,7 +32,7 @@ def message(exchange: str = "t.checkin", key: str = "q", **options: Any) -> amqp
 
 @pytest.fixture
 def receive(monkeypatch: pytest.MonkeyPatch) -> Callable[[amqp.Message], Outgoing]:
-    monkeypatch.setattr(wall_clock, "source", lambda: NOW * 1_000_000)
+    monkeypatch.setattr(wall_clock, "ns", lambda: NOW * 1_000_000)
     module = CheckIn(TOPOLOGY, lambda exchange, key: not key.startswith("secret"))
 
     def receive(received: amqp.Message) -> Outgoing:

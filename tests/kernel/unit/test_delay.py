@@ -33,7 +33,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, now_ns: int = START_NS) -> Clock:
     """Let time stand still."""
     clock = Clock()
     clock.now_ns = now_ns
-    monkeypatch.setattr(wall_clock, "source", clock.time_ns)
+    monkeypatch.setattr(wall_clock, "ns", clock.time_ns)
     return clock
 
 

@@ -31,7 +31,7 @@ def due(clock: Clock, delay_ms: int, tolerance_ms: int = 0, *, is_instant: bool 
 
 @pytest.fixture(autouse=True)
 def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wall_clock, "source", CLOCK.time_ns)
+    monkeypatch.setattr(wall_clock, "ns", CLOCK.time_ns)
 
 
 def started() -> Clock:
@@ -101,7 +101,7 @@ def test_none_is_early_or_late_and_each_comes_once(layout: Layout, given_steps: 
 
 def _left_ms(due: Due, now_ns: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wall_clock, "source", lambda: now_ns)
+        patch.setattr(wall_clock, "ns", lambda: now_ns)
         return due.remaining_ms()
 
 

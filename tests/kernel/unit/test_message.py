@@ -1,5 +1,6 @@
 """The messages that a producer makes: their parts, their size, and how long they are tried."""
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,14 @@ from celery_rabbitdelay.app.task_sending import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import MessageTooLarge
 from celery_rabbitdelay.kombu import DelayedProducer, Destination, Due, Publisher, Topology
 from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.publishing.message import Content, Publication, WaitingMessage, body_of
+from celery_rabbitdelay.publishing.message import (
+    Content,
+    Publication,
+    SharedProperties,
+    WaitingMessage,
+    body_of,
+    encoded,
+)
 from celery_rabbitdelay.publishing.publish_loop import DEFAULT_POLICY, PublishPolicy
 from tests.kernel.unit.clock import Clock
 
@@ -40,6 +48,29 @@ FAN_OUT = Destination(None, "news", "")
 )
 def test_a_message_without_an_id_has_one_of_its_body(properties: Any, task_id: str) -> None:
     assert WaitingMessage(b"123456789", properties, DelayHeaders()).task_id == task_id
+
+
+@pytest.mark.parametrize("correlation_id", [None, "4d5e", "", "x" * 255])
+@pytest.mark.parametrize(
+    "value",
+    ["", "Größe", "\ud800", 7, -7, 2**31 - 1, 2**31, -(2**31), 2**62, True, None, 1.5, ["a", {}]],
+)
+def test_shared_properties_are_encoded_as_py_amqp_does(
+    value: object, correlation_id: str | None
+) -> None:
+    shared: dict[str, object] = {"lang": "py", "retries": 0}
+    properties: dict[str, object] = {"priority": 3, "content_type": "text/plain", "app_id": "shop"}
+    if correlation_id is not None:
+        properties["correlation_id"] = correlation_id
+    own = {"id": "4d5e", "own": value}
+    written = SharedProperties(shared, properties, own).encode(own, correlation_id)
+    assert written == encoded({**properties, "application_headers": {**shared, **own}})
+
+
+def test_a_correlation_id_that_is_too_long_is_refused_as_py_amqp_does() -> None:
+    shared = SharedProperties({}, {"correlation_id": ""}, ())
+    with pytest.raises(struct.error):
+        shared.encode({}, "x" * 256)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def after_failure(message: amqp.Message) -> WaitingMessage:
 def put_back(message: amqp.Message) -> WaitingMessage:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "MAX_DELAY", math.inf)
-        patch.setattr(wall_clock, "source", lambda: -wall_clock.NS_PER_MS)
+        patch.setattr(wall_clock, "ns", lambda: -wall_clock.NS_PER_MS)
         early = EarlyMessages(TOPOLOGY, 0).put_back(waiting(message))
     assert early is not None
     return early.message

@@ -101,11 +101,6 @@ def full_destination(place: Place) -> None:
     publish(route.exchange, route.routing_key, 8)
 
 
-def limited(place: Place) -> None:
-    queues = place.api.get("queues", place.name, disable_stats="true")
-    place.put("vhost-limits", place.name, "max-queues", value=len(queues))
-
-
 def nobody_declares(place: Place) -> None:
     without_levels(place)
     place.settings = replace(place.settings, declare="never")
@@ -227,7 +222,6 @@ FAULTS: Final[dict[Plant, set[str]]] = {
     classic_destination: {"destination-classic", "destination-differs"},
     may_not_send: {"permission-missing"},
     older_layout: {"orphan", "orphan-empty"},
-    limited: {"queue-limit"},
     classic_levels: {"classic-levels"},
     neglected_schedules: {"schedule-overdue", "schedule-lost"},
     without_redis: {"registry-unavailable"},

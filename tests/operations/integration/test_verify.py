@@ -90,10 +90,10 @@ def test_each_finding_is_planted() -> None:
 PLANTED_ELSEWHERE = {
     *("quorum-lost", "replica-offline", "replicas-few", "unreachable", "publishers-blocked"),
     *("probe-unknown", "probe-failed", "version-too-old", "version-fault", "feature-flag-disabled"),
-    *("clock-difference", "operator-policy"),
+    "operator-policy",
 }
 
-#: Where the way out is no command: a setting, a clock, a server, a worker, or a page.
+#: Where the way out is no command: a setting, a server, a worker, or a page.
 MENDED_BY_SETTINGS = {
     *("binding-additional", "registry-unavailable", "schedule-overdue"),
     *("destination-classic", "destination-differs", "destination-drops"),

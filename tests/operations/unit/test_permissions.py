@@ -14,12 +14,7 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.kombu import Topology, binary
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.operations.permissions import (
-    Role,
-    patterns,
-    rights,
-    topic_rights,
-)
+from celery_rabbitdelay.operations.permissions import Role, rights, topic_rights
 from celery_rabbitdelay.publishing.refusals import missing_permission, permissions_named
 
 CONF = Celery(set_as_current=False).conf
@@ -70,13 +65,13 @@ def test_no_role_reaches_other_queues(role: Role) -> None:
         *("celery.pidbox", "celeryev", "celeryev.1"),
     )
     for may_declare in (True, False):
-        for pattern in patterns(rights(role, topology, QUEUES, own, may_declare=may_declare)):
+        for pattern in rights(role, topology, QUEUES, own, may_declare=may_declare):
             assert not any(pattern and re.search(pattern, name) for name in others), pattern
 
 
 def test_a_producer_that_declares_nothing_may_write_to_the_levels_alone() -> None:
     topology = Topology()
-    configure, write, read = patterns(rights("producer", topology, QUEUES, CONF, may_declare=False))
+    configure, write, read = rights("producer", topology, QUEUES, CONF, may_declare=False)
     assert configure == read == ""
     writable = {each.name for each in topology.exchanges if re.search(write, each.name)}
     assert writable == {each.name for each in topology.exchanges if each.type == "topic"}

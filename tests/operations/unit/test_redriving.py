@@ -7,10 +7,10 @@ import amqp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kombu import Exchange, Queue
+from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.kombu import SigningKeys, Topology, custom
+from celery_rabbitdelay.kombu import DelayedProducer, Publisher, SigningKeys, Topology, custom
 from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import ENVELOPE, UNREADABLE
@@ -19,6 +19,7 @@ from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
 from celery_rabbitdelay.modules.limits import AllowedDestinations
+from celery_rabbitdelay.operations.mover import Stay
 from celery_rabbitdelay.operations.redriving import Redriving
 from tests.kernel.unit.clock import Clock
 from tests.kernel.unit.waiting import waiting
@@ -46,7 +47,7 @@ CLOCK = Clock(NOW / 1000)
 @pytest.fixture(autouse=True, scope="module")
 def standstill() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wall_clock, "source", CLOCK.time_ns)
+        patch.setattr(wall_clock, "ns", CLOCK.time_ns)
         yield
 
 
@@ -58,12 +59,21 @@ def redrive(
     properties: Mapping[str, Any] | None = None,
     topology: Topology = TOPOLOGY,
     allowed: AllowedDestinations = ALLOWED,
+    modules: tuple[str, ...] = ("check-in", "distribution"),
+    may_refuse: tuple[str, ...] = (),
+    signing_keys: SigningKeys | None = None,
     **options: Any,
 ) -> Outgoing:
     message = amqp.Message(body, application_headers=dict(given), **(properties or {}))
     message.delivery_info = {"exchange": "p.undeliverable", "routing_key": key}
-    options = {"modules": ("check-in", "distribution"), **options}
-    return Redriving(topology, allowed, **options).redriven(message)
+    producer = DelayedProducer(
+        Publisher(Connection("amqp://")),
+        topology,
+        modules=modules,
+        may_refuse=may_refuse,
+        signing_keys=signing_keys,
+    )
+    return Redriving(producer, allowed, **options).redriven(message)
 
 
 def told(outgoing: Outgoing) -> dict[str, Any]:
@@ -128,9 +138,9 @@ def test_what_only_an_exchange_can_route_or_a_queue_may_refuse_goes_through_dist
     outgoing = redrive(given, properties={"priority": 4})
     assert outgoing.routing_key == DISTRIBUTED
     assert told(outgoing) == {**given, headers.EARLY: {**early, "times": 0}, headers.REDRIVEN: 1}
-    refused = redrive(straight(), refuses=lambda name: name == "reports")
+    refused = redrive(straight(), may_refuse=("reports",))
     assert (refused.routing_key, told(refused)[headers.QUEUE]) == (DISTRIBUTED, "reports")
-    without = redrive(straight(), refuses=lambda name: True, modules=())
+    without = redrive(straight(), may_refuse=("*",), modules=())
     assert without.routing_key == "0.0.reports"
     # A high priority, in quorum queues alone.
     for kind, priority, noted, key in (
@@ -234,6 +244,7 @@ FINE = Item(b"", {headers.EXCHANGE: "", headers.ROUTING_KEY: "reports"})
 ELSEWHERE = Item(b"", {headers.EXCHANGE: "other"})
 EARLY = {headers.EARLY: {"exchange": "amq.x", "routing-key": ""}}
 TO_TOPIC = straight("other", **{headers.EXCHANGE: "topic", headers.ROUTING_KEY: "daily"})
+LATER = {headers.VERSION: headers.MESSAGE_VERSION + 1}
 NO_MODULES: dict[str, Any] = {"modules": ()}
 
 
@@ -258,9 +269,9 @@ NO_MODULES: dict[str, Any] = {"modules": ()}
         (straight("p.delivery"), OPEN, "is never published to"),
         ({}, {**OPEN, "to": "amq.gen-1"}, "is never published to"),
         (straight(), {"ensure": refuse}, "the queue 'reports' cannot be bound to the levels"),
-        (for_exchange("topic", "x"), NO_MODULES, "serves distribution, and only its exchange"),
-        (straight(**{headers.PRIORITY: 9}), NO_MODULES, "serves distribution, and its prior"),
-        (straight(**{headers.DUE: NOW + 60_000}), NO_MODULES, "no worker serves check-in, and"),
+        (for_exchange("topic", "x"), NO_MODULES, "needs distribution"),
+        (straight(**{headers.PRIORITY: 9}), NO_MODULES, "needs distribution"),
+        (straight(**{headers.DUE: NOW + 60_000}), NO_MODULES, 'add "check-in"'),
         (straight(), {"properties": {"content_type": f"{ENVELOPE[:-1]}2"}}, "version"),
         (straight(), {"properties": {"content_type": ENVELOPE}}, "cannot be opened"),
         ({"x-delay": 5}, in_envelope(FINE), "clients may not check in"),
@@ -268,15 +279,16 @@ NO_MODULES: dict[str, Any] = {"modules": ()}
         (
             for_exchange("topic", "x"),
             in_envelope(Item(b"", {headers.ROUTING_KEY: 5})),
-            "a message in the envelope is unknown",
+            "rabbitdelay-routing-key is 5",
         ),
         (for_exchange("topic", "x"), in_envelope(Item(b"", {"BCC": ["x"]})), "header BCC"),
+        (for_exchange("topic", "x"), in_envelope(Item(b"", LATER)), "needs a later version"),
     ],
 )
 def test_messages_stay_with_the_reason(
     given: dict[str, Any], options: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(UnprocessableMessage, match=reason):
+    with pytest.raises((UnprocessableMessage, Stay), match=reason):
         redrive(given, **options)
 
 

@@ -12,7 +12,7 @@ from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.levels.topology import Binding, Topology
 from celery_rabbitdelay.operations import checks
 from celery_rabbitdelay.operations.inventory import Inventory, effective_policies
-from celery_rabbitdelay.operations.management import ManagementAPI, management_api_of
+from celery_rabbitdelay.operations.management import ManagementAPI, management_api
 from celery_rabbitdelay.operations.verify import FAULTS, Severity, findings_of
 
 REFERENCE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "command_line.md"
@@ -187,7 +187,7 @@ def test_by_default_the_api_is_at_the_broker_s_host() -> None:
         "amqps://host": "https://host:15671",
         "amqp://u:p@[::1]": "http://[::1]:15672",
     }.items():
-        assert management_api_of(Connection(url)).url == expected
+        assert management_api(Connection(url)).url == expected
 
 
 @pytest.mark.parametrize("end", ["/@host:15672", "@[host:15672"])

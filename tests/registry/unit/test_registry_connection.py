@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
-from celery_rabbitdelay.registry.application import PAUSE, Breaker
 from celery_rabbitdelay.registry.connection import connect
+from celery_rabbitdelay.registry.registry import PAUSE, Breaker
 from tests.kernel.unit.clock import Clock
 from tests.told import told
 

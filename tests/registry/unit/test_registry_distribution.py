@@ -17,6 +17,7 @@ from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.registry.addition import RegistryAddition
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
+from celery_rabbitdelay.registry.registry import Breaker
 from tests.kernel.unit.clock import frozen
 from tests.kernel.unit.test_distribution import DUE, QUEUE, TOPOLOGY, letter, tasks
 
@@ -24,7 +25,7 @@ from tests.kernel.unit.test_distribution import DUE, QUEUE, TOPOLOGY, letter, ta
 def distribution_with(**registry: Any) -> Distribution:
     """Return a distribution that asks a registry, of which these methods are faked."""
     delays = mock.Mock()
-    delays.part.return_value = mock.Mock(**registry)
+    delays.part.return_value = mock.Mock(breaker=Breaker(), **registry)
     return Distribution(TOPOLOGY, asked=RegistryAddition(delays))
 
 

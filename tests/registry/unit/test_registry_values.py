@@ -136,7 +136,7 @@ def test_redis_is_asked_once_a_second_and_what_it_said_last_counts_while_it_is_a
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away = RegistryUnavailable("away")
-    store = Store(mock.Mock(), "redis", (OSError,))
+    store = Store(mock.Mock(), False, (OSError,))
     strange = ["queue:mails", "yesterday", "task:two", "\u00b2", "task:far", "9" * 15]
     redis = mock.Mock(side_effect=[away, [[["task:remind", "7", *strange]]], away, [[{}]]])
     monkeypatch.setattr(store, "of_each", redis)

@@ -15,6 +15,7 @@ from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.exceptions import ConnectionLost, PublishError
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.publishing.publisher import Run
+from celery_rabbitdelay.schedules import runs
 from celery_rabbitdelay.schedules.recurrence import ALL, Occurrence, Recurrence
 from celery_rabbitdelay.testing import wait_for
 from tests.celery_process import CeleryProcess
@@ -84,11 +85,22 @@ def test_what_waits_for_the_end_of_a_run_does_not_outlive_its_schedule(stage: St
         with suspended(worker), frozen() as clock:
             start = datetime.fromtimestamp(clock.now, UTC) + SECOND / 4
             made = stage.edit("edited", HOUR, start=start, **hold)
-        wait_for(lambda: stage.lease(kind="queued") == made.next_id, "one that waits", PATIENCE)
+        order = stage.lease("hget", "order", kind="schedule")
+        waits = partial(stage.lease, kind="queued", name=f"{order}:a")
+        wait_for(lambda: waits() == made.next_id, "one that waits", PATIENCE)
         stage.let_end()
         stage.until_given("edited", 1)
         stage.until(4)
     assert sorted(stage()) == ["edited", "former", "former"]
+
+
+def test_what_waits_of_an_earlier_edit_keeps_no_other_out(stage: Stage) -> None:
+    registry, hourly = stage.shop.rabbitdelay.registry, Recurrence.of(HOUR, "UTC")
+    old = Occurrence("a", 1000, hourly, ALL, overlap="queue-one", order=1)
+    new = old._replace(instant_ms=2000, order=2)
+    # The worker that has decided about the old one may ask for its place after the edit.
+    assert [runs.queue(registry, each, 60_000) for each in (new, old, new)] == [True] * 3
+    assert not runs.queue(registry, new._replace(instant_ms=3000), 60_000)
 
 
 def test_a_put_whose_send_fails_stands_and_a_pause_meanwhile_is_kept(

@@ -102,10 +102,12 @@ class Stage(Notes):
         """Wait until so many occurrences have run with that argument."""
         wait_for(lambda: self().count(given) >= number, f"{number} times {given}", PATIENCE)
 
-    def lease(self, command: str = "get", *given: Any, kind: str = "running") -> Any:
+    def lease(
+        self, command: str = "get", *given: Any, kind: str = "running", name: str = "a"
+    ) -> Any:
         """Give Redis a command about the lease of ``a``'s run: by default, who has it."""
         registry = self.shop.rabbitdelay.registry
-        key = registry.names.of(kind, "a")
+        key = registry.names.of(kind, name)
         (found,) = registry.store.commands(lambda pipe: getattr(pipe, command)(key, *given))
         return found
 

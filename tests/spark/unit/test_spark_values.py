@@ -290,20 +290,6 @@ def test_the_id_of_a_row_is_that_of_its_id_columns_in_the_order_of_their_names()
     assert task_id("june", {"KEY": "k", "Args": "[1]"}) == JUNE.of(["[1]", "k"])
 
 
-def test_spark_s_rows_are_read_where_it_hands_on_no_batches() -> None:
-    kind = schema(args=T.ArrayType(T.MapType(TEXT, LONG)), eta=T.TimestampType(), n=LONG)
-    instant = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
-    # Spark's rows have naive timestamps, in local time.
-    local = instant.astimezone().replace(tzinfo=None)
-    spark_rows = [T.Row(args=[{"a": 1}], eta=local, n=7), T.Row(args=None, eta=local, n=None)]
-    read = Columns(kind, options(kwargsFromColumns="true"))
-    found: list[Any] = [each.row for each in read.taken([spark_rows], JUNE)]
-    assert [row._replace(task_id=None) for row in found] == [
-        Row([{"a": 1}], {"n": 7}, eta=instant),
-        Row((), {"n": None}, eta=instant),
-    ]
-
-
 # Cutting a sorted column of items into groups.
 
 ARROW_ROW = pa.struct({"args": pa.list_(pa.int64()), "delay": pa.float64()})

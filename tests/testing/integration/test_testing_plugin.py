@@ -38,7 +38,7 @@ def test_nothing_is_left(rabbitdelay_app, rabbitdelay_worker, travel):
 
 def test_others_go_by_the_systems_clock():
     from celery_rabbitdelay.levels import wall_clock
-    assert wall_clock.source is wall_clock._system_ns
+    assert wall_clock.ns is wall_clock._system_ns
 """
 
 OVERRIDDEN = """

@@ -187,7 +187,7 @@ def test_the_queue_of_an_overdue_task_is_asked_for_once_however_many_look(
     monkeypatch.setattr("celery_rabbitdelay.metrics.reading.time", Clock())
     (task_id,) = send(shop)
     three_hours_later = time.time_ns() + 3 * HOUR * 10**9
-    monkeypatch.setattr(wall_clock, "source", lambda: three_hours_later)
+    monkeypatch.setattr(wall_clock, "ns", lambda: three_hours_later)
     web = application(shop)
     for _ in range(3):
         (reason,) = why_not(Browser(web), task_id)
@@ -486,12 +486,10 @@ def test_an_action_does_what_it_says_for_each_task_and_is_logged(
 def test_all_that_were_counted_are_decided_once_although_they_move_and_others_stay(
     shop: Any,
     browser: Browser,
-    monkeypatch: pytest.MonkeyPatch,
     small_pages: list[int],
     action: str,
     fields: dict[str, str],
 ) -> None:
-    monkeypatch.setattr(operations, "BATCH", 3)
     # All in one shard, so that they are read in many pages, while those before are moved.
     ids = [each for each in (uuid4().hex for _ in range(5_000)) if shard_of(each) == 0][:20]
     job, (kept,) = f"tuesday-{uuid4()}", send(shop, hours=1)

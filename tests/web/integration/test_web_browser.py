@@ -258,6 +258,7 @@ def hostile(served: Any) -> Iterator[None]:
         told: dict[str, Any] = {"id": f"lost: {text[:50]}", "task": text, "argsrepr": text}
         told |= {REASON: text, text[:50]: 1, **dict.fromkeys((EXCHANGE, ROUTING_KEY, QUEUE), text)}
         lost.append(message(json.dumps([[text], {}, {}]), straight(text, **told), **kind))
+        served.rabbitdelay.pause(task=text)
     with Connection(served.conf.broker_url) as connection:
         queue = put(connection, served.rabbitdelay.topology, *lost)
         yield
@@ -265,6 +266,7 @@ def hostile(served: Any) -> Iterator[None]:
         channel.queue_purge(queue)
     for text in HOSTILE.values():
         served.rabbitdelay.schedules.delete(text[:50])
+        served.rabbitdelay.resume(task=text)
 
 
 def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
@@ -292,13 +294,16 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
         asked, name = quote(text[:5000], safe=""), quote(text[:50], safe="")
         look(f"/waiting/task?id={name}")
         look(f"/waiting?q={quote(str(Term.of('job', text[:5000])))}")
-        look(f"/undeliverable/message?id=lost%3A%20{name}")
+        look(f"/undeliverable?id=lost%3A%20{name}")
+        first = "a[href*='/undeliverable/message']"
+        look(tab.run(f"return document.querySelector(\"{first}\").getAttribute('href')"))
         look(f"/jobs?name={asked}")
+        look(f"/jobs/one?name={asked}")
         look(f"/schedules/one?name={name}")
         tab.press("Pause")
-        tab.see("State paused")
+        tab.see("paused")
         look(f"/undeliverable/all?action=purge&id=lost%3A%20{name}")
-        tab.press("Delete for good")
+        tab.press("Delete 1 for good")
         tab.see("1 of 1", "done")
         tab.go(f"/waiting/task?id={name}")
         tab.press("Cancel…")

@@ -7,9 +7,10 @@ import amqp
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from kombu import Connection
 
 from celery_rabbitdelay.exceptions import LaterVersion
-from celery_rabbitdelay.kombu import Topology
+from celery_rabbitdelay.kombu import DelayedProducer, Publisher, Topology
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, MESSAGE_VERSION, later_version
 from celery_rabbitdelay.modules.checkin import CheckIn
@@ -65,7 +66,8 @@ def test_nothing_is_opened_by_guess(version: Any) -> None:
 
 @in_each_way
 def test_distribution_and_redriving_leave_it_to_a_later_version(given_as: dict[str, Any]) -> None:
-    redriving = Redriving(TOPOLOGY, AllowedDestinations.matching(["*"]), modules=("distribution",))
+    producer = DelayedProducer(Publisher(Connection("amqp://")), TOPOLOGY)
+    redriving = Redriving(producer, AllowedDestinations.matching(["*"]))
     with pytest.raises(LaterVersion, match="needs a later version"):
         list(Distribution(TOPOLOGY).receive(later_message(given_as)))
     with pytest.raises(LaterVersion):
