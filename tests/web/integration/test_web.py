@@ -402,10 +402,13 @@ def test_the_story_of_a_task_says_where_it_is_and_why_it_has_not_run(shop: Any) 
     told = browser.json("/waiting/task", id=task_id)
     known = told["task"]
     assert (known["state"], known["key"], known["args"]) == ("waiting", key, "('Köln', 4711)")
-    assert told["levels"][0]["may_be_in"] == {"hours.2": 1}
+    assert [each["place"] for each in told["history"]] == ["past", "here", "ahead", "ahead"]
+    assert told["history"][1]["queues"] == {"hours.2": 1}
     assert why_not(browser, task_id)[0].startswith("Due in ")
     delays.postpone(task_id, delay=5 * HOUR)
     assert "because it was postponed" in why_not(browser, task_id)[0]
+    (_, _, first_due, due, _) = browser.json("/waiting/task", id=task_id)["history"]
+    assert first_due["at"] < due["at"]
     delays.pause(task="look")
     assert "are paused" in why_not(browser, task_id)[1]
     delays.resume(task="look")
