@@ -10,8 +10,9 @@ Read ``options`` (the options, and hashes of passwords), then who may: ``session
 the tokens of forms) and ``access`` (the sender of a request, and what every request and answer has
 to have). ``site`` is what all requests share: cached readings of the servers, and long actions.
 ``asked`` is what a view gets; it returns what its page and its JSON show. The views are ``now``
-(Now, Workers, Health), ``waiting`` (Waiting, Jobs), ``deciding`` (cancel, postpone, run now),
-``undeliverable`` and ``schedules``; ``pages`` is the table of them. ``shown`` renders texts that
+(Now, Health), ``levels``, ``waiting``, ``deciding`` (cancel, postpone, run now), ``undeliverable``
+and so on, each named like its page; ``pages`` is the table of them. ``problems`` says what is
+wrong, and ``charts`` where the bars and lines of a picture stand. ``shown`` renders texts that
 anybody may have written, ``asgi`` makes the application, and ``command`` serves it.
 """
 

@@ -53,7 +53,7 @@ _in_menu = partial(Page, in_menu=True)
 
 #: All pages.
 PAGES: Final = (
-    _in_menu("now", now.now, "Now", "now", refresh=2),
+    _in_menu("now", now.now, "Now", "now", refresh=5),
     _in_menu("waiting", waiting.waiting, "Waiting", "waiting"),
     Page("waiting/completions", waiting.complete, "Completions", "completions"),
     Page("waiting/task", task.story, "Task", "task", refresh=5),

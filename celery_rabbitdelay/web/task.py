@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from kombu import Queue
 
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
+from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.publishing.declaration import Backlog, queue_counts
 from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.registry.pauses import Paused
@@ -44,7 +44,7 @@ def story(asked: Asked) -> dict[str, object]:
     found = known_task(delays.registry, task_id, layout, backlog)
     told = {"task_id": task_id, "broker_error": glance.error}
     if found is None:
-        return {**told, "task": None, "state": None, "why_not_run": [], "history": [], "levels": []}
+        return {**told, "task": None, "state": None, "why_not_run": [], "history": []}
     record = record_of(delays.registry, task_id)
     first_due = None if record is None or record.due_ms is None else instant_of(record.due_ms)
     pauses = [
@@ -63,25 +63,7 @@ def story(asked: Asked) -> dict[str, object]:
         "state": state,
         "why_not_run": reasons(asked, found, pauses),
         "history": list(_history(found, first_due, state)),
-        "levels": list(_levels(asked, found)),
     }
-
-
-def _levels(asked: Asked, found: KnownTask) -> Iterator[dict[str, object]]:
-    """Yield the levels that are still ahead of a task, and where it may be; none if it is due."""
-    left_ms = 0 if found.due is None else milliseconds_of(found.due) - wall_clock.ms()
-    for level in asked.site.delays.topology.layout.levels if left_ms > 0 else ():
-        digit = left_ms // level.place_ms % level.base
-        queues = [level.queue_name(each) for each in range(1, level.base)]
-        yield {
-            "name": level.name,
-            "digit": digit,
-            "unit": level.unit,
-            "count": digit * level.multiple,
-            "may_be_in": {
-                queue: found.may_be_in[queue] for queue in queues if queue in found.may_be_in
-            },
-        }
 
 
 def _state(task: KnownTask, is_paused: bool) -> str:
@@ -132,19 +114,14 @@ def _history(task: KnownTask, first_due: datetime | None, state: str) -> Iterato
     # A held task is in one queue; where another one that is due is, its reasons say.
     names = task.may_be_in if state == "waiting" else {"paused"} if state == "held" else {}
     where = {name: count for name, count in task.may_be_in.items() if name in names}
-    events = [
-        Event("here", None, here, where),
-        Event(_place(task.due), task.due, "Due", queue),
-    ]
+    instants = [(task.due, "Due", queue)]
     if first_due < task.due:
         words = "First due: a worker puts it back, because it is postponed"
-        events.append(Event(_place(first_due), first_due, words))
-    yield from sorted(events, key=lambda each: each.at or now)
+        instants.insert(0, (first_due, words, {}))
+    yield from (Event("past", *each) for each in instants if each[0] <= now)
+    yield Event("here", None, here, where)
+    yield from (Event("ahead", *each) for each in instants if each[0] > now)
     yield Event("ahead", None, following)
-
-
-def _place(instant: datetime) -> str:
-    return "past" if instant <= wall_clock.now() else "ahead"
 
 
 class Reason(NamedTuple):

@@ -20,7 +20,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ATTEMPTS, FAILED_SINCE, FIRST_REASON
 from celery_rabbitdelay.operations.undeliverable import UndeliverableFilter
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.registry.index import Filter, shard_of
+from celery_rabbitdelay.registry.index import Filter, Index, shard_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application, now, task, undeliverable
 from celery_rabbitdelay.web import search as operations
@@ -141,6 +141,24 @@ def test_now_says_what_waits_by_task_and_queue_and_when_it_is_due(
     assert "1 task is overdue:" in [each["words"] for each in told["problems"]]
     shown = read(other.get("/now").text).text
     assert "1 task is overdue: look" in " ".join(shown.split())
+
+
+def test_twenty_viewers_of_now_cost_what_one_does(
+    shop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(shop)
+    asked, summary = [], Index.summary
+
+    def counted(index: Index, *given: Any) -> Any:
+        asked.append(index)
+        return summary(index, *given)
+
+    monkeypatch.setattr(Index, "summary", counted)
+    monkeypatch.setattr("celery_rabbitdelay.metrics.reading.time", Clock())
+    web = application(shop)
+    for _ in range(20):
+        assert Browser(web).json("/now")["waiting"] == 1
+    assert len(asked) == 1
 
 
 def test_what_a_pause_or_an_open_job_holds_is_not_called_overdue(
@@ -402,10 +420,13 @@ def test_the_story_of_a_task_says_where_it_is_and_why_it_has_not_run(shop: Any) 
     told = browser.json("/waiting/task", id=task_id)
     known = told["task"]
     assert (known["state"], known["key"], known["args"]) == ("waiting", key, "('Köln', 4711)")
-    assert told["levels"][0]["may_be_in"] == {"hours.2": 1}
+    assert [each["place"] for each in told["history"]] == ["past", "here", "ahead", "ahead"]
+    assert told["history"][1]["queues"] == {"hours.2": 1}
     assert why_not(browser, task_id)[0].startswith("Due in ")
     delays.postpone(task_id, delay=5 * HOUR)
     assert "because it was postponed" in why_not(browser, task_id)[0]
+    (_, _, first_due, due, _) = browser.json("/waiting/task", id=task_id)["history"]
+    assert first_due["at"] < due["at"]
     delays.pause(task="look")
     assert "are paused" in why_not(browser, task_id)[1]
     delays.resume(task="look")
