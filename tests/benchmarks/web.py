@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from statistics import median
 from typing import Any, Final
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 from uuid import uuid4
 
 import httpx
@@ -36,6 +36,7 @@ def fill(app: Any, tasks: int) -> datetime:
         Registration(
             *(str(uuid4()), "copy", start_ms + each * STEP * 1000),
             name="rare" if each % 1000 == 999 else "often",
+            queue=f"queue-{each % 6}",
             job=LARGE if each % 2 else f"import-{each // 2 % 1000}",
         )
         for each in range(tasks)
@@ -48,14 +49,26 @@ def fill(app: Any, tasks: int) -> datetime:
 
 def addresses(start: datetime, task_id: str) -> dict[str, str]:
     """Return the pages that are measured: what, and their paths."""
-    month = {"due_after": start.isoformat(), "due_before": (start + 30 * timedelta(1)).isoformat()}
-    both = {"task": "often", "job": LARGE}
-    one: list[dict[str, str]] = [{}, {"id": task_id}, {"job": "import-7"}, {"job": LARGE}]
-    lists = [urlencode(each) for each in (*one, {"task": "often"}, both, {**both, **month})]
-    others = "now", "undeliverable", f"jobs?name={LARGE}", "schedules", "health", "work"
+    month = f"due:{start.date()}..{(start + 30 * timedelta(1)).date()}"
+    both = f"task:often job:{LARGE}"
+    lists = (
+        *("", f"id:{task_id}", "job:import-7", f"job:{LARGE}", "task:often", "task:r*", both),
+        *(f"{both} {month}", "key:*:4711", "4711", "state:overdue", "state:waiting"),
+    )
+    searches = {query: quote(query) for query in lists}
+    others = (
+        "now",
+        "levels",
+        "undeliverable",
+        "jobs?name=im*",
+        "pauses",
+        "schedules",
+        "health",
+        "work",
+    )
     return {
-        **{f"Waiting, {query[:40]}": f"/waiting?{query}" for query in lists},
-        "Count, task and large job": f"/waiting/all?action=cancel&{urlencode(both)}",
+        **{f"Waiting, {query[:40]}": f"/waiting?q={quoted}" for query, quoted in searches.items()},
+        "Count, task and large job": f"/waiting/all?action=cancel&q={searches[both]}",
         "Task": f"/waiting/task?id={quote(task_id)}",
         **{each: f"/{each}" for each in others},
     }
