@@ -46,7 +46,10 @@ def waiting(asked: Asked) -> dict[str, object]:
     found = search.found(after, most) if after or read is None else read.first(most)
     place = None if found.next is None else str(found.next)
     is_short = len(found.tasks) < most  # so much was read in vain that the search goes on
-    rest = fields.address(after=place, limit=str(most - len(found.tasks)))
+    so_far = len(found.tasks) + (fields.number("so_far", 1, MOST) if "so_far" in fields else 0)
+    rest = fields.address(
+        after=place, limit=str(most - len(found.tasks)), so_far=str(so_far) if so_far else None
+    )
     names = {each.task for each in search.known.kinds} | {*asked.site.app.tasks}
     return {
         "q": str(search.query),
@@ -55,7 +58,8 @@ def waiting(asked: Asked) -> dict[str, object]:
         "complete_since": search.delays.pending_since(),
         "tasks": rows(search, found.tasks),
         "next": place,
-        "next_address": place and fields.address(after=place),
+        "so_far": so_far,
+        "next_address": place and fields.address(after=place, so_far=None),
         "rest_address": place and is_short and rest,
         "searched_until": found.next and instant_of(found.next.due_ms),
         "facets": {} if count is None else dict(_facets(asked, search, search.counts(read))),

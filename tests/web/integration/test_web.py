@@ -407,6 +407,14 @@ def test_page_by_page_a_list_has_each_task_once_and_reads_only_some(
         seen += ids_of(told)
     assert (len(seen), set(seen)) == (20, wanted)
     assert pages > 1
+    # By itself, the page goes on until it is full.
+    told = browser.json("/waiting", **asked)
+    rows = len(told["tasks"])
+    while told["rest_address"]:
+        told = browser.get(f"/api/waiting?{told['rest_address']}").json()
+        rows += len(told["tasks"])
+    assert (rows, told["next"] is None) == ((20, True) if bound else (10, False))
+    assert told["so_far"] == rows
 
 
 def why_not(browser: Browser, task_id: str) -> list[str]:
