@@ -6,25 +6,21 @@ classes of ``style.css``, because the policy of the page allows no styles in att
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import accumulate, pairwise
 from math import ceil, log10
-from typing import Final, NamedTuple, TypeAlias
-
-#: A length of time, or a number of months.
-Step: TypeAlias = timedelta | int
-
-#: The steps that an axis of times may have, from fine to coarse: seconds, then months.
-_SECONDS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800)
-_HOURS: Final = (1, 2, 3, 6, 12, 24, 48, 168, 336)
-STEPS: Final[Sequence[Step]] = (
-    *(timedelta(seconds=each) for each in _SECONDS),
-    *(timedelta(hours=each) for each in _HOURS),
-    *(1, 2, 3, 6, 12, 24, 60, 120),
-)
+from typing import Final, NamedTuple
 
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
+
+#: The steps that an axis of times may have, in seconds, minutes, hours and weeks.
+STEPS: Final = (
+    *(timedelta(seconds=each) for each in (1, 2, 5, 10, 15, 30)),
+    *(timedelta(minutes=each) for each in (1, 2, 5, 10, 15, 30)),
+    *(timedelta(hours=each) for each in (1, 2, 3, 6, 12, 24, 48)),
+    *(timedelta(weeks=each) for each in (1, 2, 4, 8)),
+)
 
 #: The most labels on the axis of times, and gridlines above the base.
 MOST_TIMES, MOST_LINES = 7, 4
@@ -166,77 +162,51 @@ def number_label(value: float, unit: str = "") -> str:
     return f"{value:,g} {unit}".strip()
 
 
-def aligned(start: datetime, end: datetime, step: Step, zone: tzinfo) -> list[datetime]:
+def aligned(start: datetime, end: datetime, step: timedelta, zone: tzinfo) -> list[datetime]:
     """Return the instants of a clock or calendar from before a time until after its end.
 
     Args:
         start: The time.
         end: When it ends.
-        step: The step, which divides an hour, a day, a week or a year.
+        step: The step, which divides an hour, a day or a week, or is some weeks.
         zone: The zone of the clock.
     """
-    found = list[datetime]()
-    for instant in _aligned(start.astimezone(zone), step):
-        if not found or instant > found[-1]:  # where a clock is set forward, two may be the same
-            found.append(instant)
-        if instant >= end:
-            break
-    return found
-
-
-def _aligned(local: datetime, step: Step) -> Iterator[datetime]:
-    """Yield them without an end, in UTC."""
-    midnight = local.replace(hour=0, minute=0, second=0, microsecond=0, fold=0)
-    if isinstance(step, int):
-        month = local.year * 12 + local.month - 1
-        month -= month % step
-        while True:
-            yield midnight.replace(month // 12, month % 12 + 1, 1).astimezone(UTC)
-            month += step
-    # Steps of minutes pass evenly, also while the clock is set; those of hours follow the clock.
-    if step < HOUR:
-        at = local.replace(minute=0, second=0, microsecond=0).astimezone(UTC)
-        local = local.astimezone(UTC)
+    local = start.astimezone(zone)
+    at = local.replace(minute=0, second=0, microsecond=0)
+    if step < HOUR:  # minutes pass evenly, also while the clock is set; hours follow the clock
+        local, at = local.astimezone(UTC), at.astimezone(UTC)
     else:
-        at = midnight - (timedelta(days=local.weekday()) if step >= 7 * DAY else timedelta())
+        at = at.replace(hour=0, fold=0) - (local.weekday() * DAY if step > 2 * DAY else 0 * DAY)
     at += (local - at) // step * step
-    while True:
-        yield at.astimezone(UTC)
+    found = [at.astimezone(UTC)]
+    while found[-1] < end:
         at += step
+        if (instant := at.astimezone(UTC)) > found[-1]:  # no hour that the clock skips
+            found.append(instant)
+    return found
 
 
 def times(start: datetime, end: datetime, zone: tzinfo) -> list[tuple[datetime, str]]:
     """Return the instants that an axis names, and their names."""
-    length = end - start
-    step = next((each for each in STEPS if length / _length(each) <= MOST_TIMES), STEPS[-1])
-    return [
-        (at, _label(at.astimezone(zone), step))
-        for at in aligned(start, end, step, zone)
-        if start <= at <= end
-    ]
+    step = next((each for each in STEPS if (end - start) / each <= MOST_TIMES), STEPS[-1])
+    instants = [at.astimezone(zone) for at in aligned(start, end, step, zone) if start <= at <= end]
+    return [(at, _label(at, step)) for at in instants]
 
 
-def _length(step: Step) -> timedelta:
-    return step * 30 * DAY if isinstance(step, int) else step
-
-
-def _label(local: datetime, step: Step) -> str:
-    length = _length(step)
-    if isinstance(step, int):
-        return f"{local:%Y}" if step >= 12 or local.month == 1 else f"{local:%b}"
-    if length >= 7 * DAY:
+def _label(local: datetime, step: timedelta) -> str:
+    if step > 2 * DAY:
         return f"{local.day} {local:%b}"
-    if length >= DAY or (length >= HOUR and not local.hour and not local.minute):
+    if step >= HOUR and not local.hour:
         return f"{local:%a} {local.day}"
-    return f"{local:%H:%M:%S}" if length < MINUTE else f"{local:%H:%M}"
+    return f"{local:%H:%M:%S}" if step < MINUTE else f"{local:%H:%M}"
 
 
 def span(begin: datetime, until: datetime, zone: tzinfo) -> str:
     """Return a step of time in words: ``Mon 30 Nov, 06:00 to 12:00``."""
     first, last = begin.astimezone(zone), until.astimezone(zone)
-    length = until - begin
-    if length > 27 * DAY:
-        return f"{first:%B %Y}"
-    if length < MINUTE:
+    if until - begin < MINUTE:
         return f"{first:%H:%M:%S} to {last:%H:%M:%S}"
-    return f"{first:%a} {first.day} {first:%b}, {first:%H:%M} to {last:%H:%M}"
+    day = f"{first:%a} {first.day} {first:%b}"
+    if until - begin > DAY:
+        return f"{day} to {last:%a} {last.day} {last:%b}"
+    return f"{day}, {first:%H:%M} to {last:%H:%M}"

@@ -21,7 +21,7 @@ from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked
-from celery_rabbitdelay.web.charts import DAY, HOUR, MINUTE, Step, aligned
+from celery_rabbitdelay.web.charts import DAY, HOUR, MINUTE, aligned
 from celery_rabbitdelay.web.problems import Due, problems
 from celery_rabbitdelay.web.site import Glance, Site
 
@@ -30,12 +30,12 @@ from celery_rabbitdelay.web.site import Glance, Site
 DUE_PERIOD, SENT_PERIOD, FINDINGS_PERIOD = 5.0, 20.0, 60.0
 
 #: How far the histogram looks ahead, and its steps.
-HORIZONS: Final[Mapping[str, tuple[timedelta, Step]]] = {
+HORIZONS: Final = {
     "minute": (MINUTE, timedelta(seconds=2)),
     "hour": (HOUR, timedelta(minutes=2)),
     "day": (DAY, HOUR),
     "week": (7 * DAY, timedelta(hours=6)),
-    "year": (365 * DAY, 1),
+    "year": (365 * DAY, 7 * DAY),
 }
 
 #: How many series the histogram has beside that of all others.

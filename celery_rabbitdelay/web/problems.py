@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple, get_args
 from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked
-from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.site import Glance
@@ -104,10 +103,6 @@ def _of_servers(queues: Reading[Glance], registry_error: str | None) -> Iterator
     if backlog.missing:
         words = things(len(backlog.missing), "queue is missing", "queues are missing")
         yield Problem("danger", words, backlog.missing[0])
-    yield from _of_backlog(backlog)
-
-
-def _of_backlog(backlog: Backlog) -> Iterator[Problem]:
     undeliverable = backlog.others.get("undeliverable")
     if undeliverable is not None and undeliverable.messages:
         words = things(undeliverable.messages, "message is", "messages are")
