@@ -254,8 +254,12 @@ def filter_of(query: Query, known: Known) -> Filter:
 
     def says(task: Pending, message: str) -> bool:
         arguments = known.arguments and known.arguments(task.task, message)
-        texts = [(each or "").lower() for each in (task.key, task.task_id, arguments)]
-        return all(any(_fits(word, text) for text in texts) for word in words)
+        texts = [(each or "").lower() for each in (task.key, arguments)]
+        return all(
+            # Random ids have any short text somewhere.
+            _fits(word[1:], task.task_id.lower()) or any(_fits(word, text) for text in texts)
+            for word in words
+        )
 
     if words and known.arguments is None:
         conditions.append(partial(says, message=""))

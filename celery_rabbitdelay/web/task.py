@@ -171,7 +171,7 @@ def _held_back(task: KnownTask, pauses: Sequence[Paused]) -> Iterator[Reason]:
         end = "until somebody resumes them"
         if each.until is not None:
             end = f"and resume {shown.left(each.until)}"
-        yield Reason(f"Tasks {whose} are paused, for {lasts} now, {end}.", "pauses")
+        yield Reason(f"Tasks {whose} have been paused for {lasts}, {end}.", "pauses")
     if task.missing:
         yield Reason(
             f"The broker lacks {len(task.missing):,} queues of the levels and modules.", "health"

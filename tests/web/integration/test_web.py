@@ -438,7 +438,7 @@ def test_the_story_of_a_task_says_where_it_is_and_why_it_has_not_run(shop: Any) 
     (_, _, first_due, due, _) = browser.json("/waiting/task", id=task_id)["history"]
     assert first_due["at"] < due["at"]
     delays.pause(task="look")
-    assert "are paused" in why_not(browser, task_id)[1]
+    assert "have been paused" in why_not(browser, task_id)[1]
     delays.resume(task="look")
     send(shop, key=key)
     assert "newer task was sent under its key" in why_not(browser, task_id)[0]

@@ -164,6 +164,12 @@ def test_a_word_finds_what_the_arguments_say_as_far_as_they_are_shown() -> None:
     assert found("4711", tasks) == []
 
 
+def test_a_word_finds_an_id_by_its_beginning_and_not_what_random_ids_have_by_chance() -> None:
+    tasks = [task(task_id="ab12-cd99")]
+    for text, count in (("AB12", 1), ("ab*99", 1), ("ab12-cd99", 1), ("12", 0), ("cd99", 0)):
+        assert len(found(text, tasks)) == count, text
+
+
 def _local(text: str) -> int:
     return milliseconds_of(datetime.fromisoformat(text).replace(tzinfo=TOKYO))
 
