@@ -124,7 +124,6 @@ class Filter(NamedTuple):
         job: The job that they were sent with.
         due_after_ms: They are due then or later, in milliseconds since 1970-01-01 UTC.
         due_before_ms: They are due earlier than that.
-        key_start: The text that their keys begin with.
         sent_before_ms: They were sent earlier than that, by the clock of the Redis that has them.
         kinds: They are of one of these kinds.
         where: Returns whether a task is meant that all else allows.
@@ -136,7 +135,6 @@ class Filter(NamedTuple):
     job: str | None = None
     due_after_ms: int | None = None
     due_before_ms: int | None = None
-    key_start: str | None = None
     sent_before_ms: int | None = None
     kinds: frozenset[Kind] | None = None
     where: Callable[[Pending], bool] | None = None
@@ -174,7 +172,7 @@ class Filter(NamedTuple):
     @property
     def needs_records(self) -> bool:
         """Whether no index holds just these tasks, so that each task's record is read."""
-        by_record = self.key, self.key_start, self.sent_before_ms, self.where, self.says
+        by_record = self.key, self.sent_before_ms, self.where, self.says
         return any(each is not None for each in by_record) or (
             self.is_of_kinds and self.job is not None
         )
@@ -186,7 +184,6 @@ class Filter(NamedTuple):
             and (self.kinds is None or Kind(task.task, task.queue) in self.kinds)
             and self.key in (None, task.key)
             and self.job in (None, task.job)
-            and (self.key_start is None or _begins(task.key, self.key_start))
             and (self.due_after_ms is None or milliseconds_of(task.due) >= self.due_after_ms)
             and _is_before(task.due, self.due_before_ms)
             and _is_before(task.sent, self.sent_before_ms)
@@ -502,7 +499,3 @@ def _sum(counts: Sequence[KindCounts]) -> KindCounts:
 
 def _is_before(instant: datetime | None, end_ms: int | None) -> bool:
     return end_ms is None or instant is None or milliseconds_of(instant) < end_ms
-
-
-def _begins(key: str | None, start: str) -> bool:
-    return key is not None and key.startswith(start)

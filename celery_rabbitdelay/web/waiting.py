@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.web.asked import Asked, Wrong
-from celery_rabbitdelay.web.query import CANCELLED, NAMES, STATES, Query, Term, completions
+from celery_rabbitdelay.web.query import CANCELLED, NAMES, STATES, Term, completions
 from celery_rabbitdelay.web.search import SOON, Counts, Place, Search
 from celery_rabbitdelay.web.shown import MOST_IN_ADDRESS
 from celery_rabbitdelay.web.site import STATUS_PERIOD
@@ -50,7 +50,6 @@ def waiting(asked: Asked) -> dict[str, object]:
     rest = fields.address(
         after=place, limit=str(most - len(found.tasks)), so_far=str(so_far) if so_far else None
     )
-    names = {each.task for each in search.known.kinds} | {*asked.site.app.tasks}
     return {
         "q": str(search.query),
         "count": count,
@@ -67,7 +66,7 @@ def waiting(asked: Asked) -> dict[str, object]:
         "cancelled": search.cancelled,
         "unlisted": [] if count else [*_unlisted(search)],
         "arguments_shown": asked.site.options.shows_arguments,
-        "similar": [*_similar(search.query, names)][:SIMILAR] if count == 0 else [],
+        "similar": _similar(asked, search) if count == 0 else [],
         "completions": _completed(asked),
         "language": NAMES,
     }
@@ -122,14 +121,16 @@ def _unlisted(search: Search) -> Iterator[dict[str, str]]:
             yield {"task_id": task_id, "words": ENDED[record.state]}
 
 
-def _similar(query: Query, names: Collection[str]) -> Iterator[str]:
-    """Yield searches for the tasks whose names contain what was looked for in vain."""
-    for term in (*query.named("task"), *query.named("")):
-        sought = "".join(term.parts).lower()
-        for name in sorted(names):
-            if sought in name.lower() and not name.startswith("celery."):
-                other = query.without(term).replaced("task", Term.of("task", name))
-                yield str(other)
+def _similar(asked: Asked, search: Search) -> list[str]:
+    """Return searches for the tasks whose names contain what was looked for in vain."""
+    names = {each.task for each in search.known.kinds} | {*asked.site.app.tasks}
+    own = sorted(each for each in names if not each.startswith("celery."))
+    terms = [*search.query.named("task"), *search.query.named("")][:1]
+    return [
+        each
+        for term in terms
+        for each in completions(f"task:{''.join(term.parts)}", {"task": own})[:SIMILAR]
+    ]
 
 
 def _completed(asked: Asked) -> list[str]:
