@@ -29,6 +29,9 @@ from celery_rabbitdelay.web.site import Glance, Site
 #: counted, and of faults, which takes some requests to that API for each queue.
 DUE_PERIOD, SENT_PERIOD, FINDINGS_PERIOD = 5.0, 20.0, 60.0
 
+#: Seconds for which a request waits for new figures of the tracked tasks if there are older ones.
+DUE_PATIENCE: Final = 0.3
+
 #: How far the histogram looks ahead, and its steps.
 HORIZONS: Final = {
     "minute": (MINUTE, timedelta(seconds=2)),
@@ -98,8 +101,10 @@ def now(asked: Asked) -> dict[str, object]:
     # The workers are asked through the broker.
     workers = Reading[Glance](error=queues.error) if queues.error else site.workers()
     if site.delays.has_registry:
-        look = partial(_look, site, horizon)
-        reading = site.latest(f"due in a {horizon}", look, DUE_PERIOD)
+        ask = partial(site.latest, f"due in a {horizon}", partial(_look, site, horizon), DUE_PERIOD)
+        reading = ask(patience=DUE_PATIENCE)
+        if reading.value is None:  # there is nothing older to show
+            reading = ask()
     waits, found = reading.value or NOTHING, findings_of(site, patience=0)
     answers = {} if workers.value is None else workers.value.status.workers
     late, total, least = late_by_task(answers.values()), None, None
@@ -340,7 +345,7 @@ def findings_of(site: Site, patience: float | None = None) -> Reading[Verificati
 
 def health(asked: Asked) -> dict[str, object]:
     """Return the findings, and whether publishers are blocked."""
-    reading, glance = findings_of(asked.site), asked.site.queues().value
+    reading, (glance, _, broker_error) = findings_of(asked.site), asked.site.queues()
     found = () if reading.value is None else reading.value.findings
     # That publishers are blocked is known at once, and without the management API.
     alarms = [each for each in found if each.code == blocked().code]
@@ -350,7 +355,7 @@ def health(asked: Asked) -> dict[str, object]:
     number = Counter(each.severity for each in findings)
     return {
         "taken": reading.taken,
-        "error": reading.error,
+        "error": reading.error or broker_error,
         "needs": NEEDS,
         "version": None if reading.value is None else reading.value.version,
         "counts": {severity: number[severity] for severity in get_args(Severity)},
