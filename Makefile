@@ -8,7 +8,8 @@ BIN = $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help help-all demo test test-security test-operations test-schedules test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel \
+# The targets test-ROOM are not listed: make would not look for their pattern then, and do nothing.
+.PHONY: help help-all demo test test-security test-rooms test-trouble test-browser test-spark unit test-brokers test-upgrade test-valkey without mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel \
         bench bench-beside journeys lint types docs pictures tox coverage clean
 
 help:  ## List the targets that people need; `make help-all` lists the others too

@@ -1,8 +1,10 @@
 """A Celery application whose delays wait in RabbitMQ.
 
 :class:`Celery` is a :class:`celery.Celery`; :func:`install` does the same for an application that
-exists already. All tasks are sent by ``Celery.send_task``, the one place where a delay is taken
-over: Celery makes and routes the message, and only the producer that publishes it is replaced.
+exists already. Each send first tries :meth:`.Copies.send`: a plain send is copied from a template
+that Celery makes once, and is published at once. Any other send ends in ``Celery.send_task``, the
+one place where a delay is taken over: Celery makes and routes the message, and only the producer
+that publishes it is replaced.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The floor of ``app.rabbitdelay``: the settings and the connections of one application.
+"""The settings and the connections of one application.
 
-Everything that sends or receives stands on it. :class:`.RabbitDelay`, with the methods that users
-call, stands on top.
+:class:`Delays` is the base class of ``app.rabbitdelay``. :class:`.RabbitDelay` adds the methods
+that users call.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Delays:
         """Return what is kept for this application, in this process; made when it is first needed.
 
         Args:
-            make: Makes it; a class or a function, which is also the name that it is kept under. Its
-                ``close``, if it has one, is called by :meth:`close`.
+            make: Makes it; a class or a function. The result is cached under it: the same ``make``
+                returns the same object. Its ``close``, if it has one, is called by :meth:`close`.
         """
         if make not in self._parts:
             self._parts.setdefault(make, self._instead.get(make, make)(self))

@@ -103,7 +103,8 @@ class TaskPipeline:
     def _is_ready(self) -> bool:
         """Whether there is a publisher without a wait for it.
 
-        A group holds a producer of Celery's pool, which others who hold a publisher may wait for.
+        To wait here could deadlock: the group holds a producer of Celery's pool, and a thread that
+        holds a publisher may be waiting for that producer.
         """
         try:
             self.borrow(timeout=0)

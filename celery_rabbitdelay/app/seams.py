@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.options import Options, OwnOptions, Result
-from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.exceptions import UnknownOption, UnprocessableMessage
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.publishing.message import WaitingMessage
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 #: Rows that are written already.
 WrittenT = TypeVar("WrittenT")
+
+#: An addition's part in a send, or in a ``send_many``.
+PartT = TypeVar("PartT")
 
 #: The headers of a call that needs none of its own.
 NO_HEADERS: Final[Mapping[str, str]] = {}
@@ -115,7 +118,11 @@ class AddedToRows(Protocol):
     def asked(
         self, work: Iterator[tuple[int, Call | WrittenT]]
     ) -> Iterator[tuple[int, Call | WrittenT]]:
-        """Yield rows; a :class:`.Call` among them gets headers of its own, where it needs some."""
+        """Yield the rows, in their order.
+
+        Give a :class:`.Call` its own headers if it needs any; pass rows that are already written on
+        unchanged.
+        """
 
     def sent(
         self, row: int, call: Call, content: Callable[[], Content] | None, delayed: Delayed
@@ -142,14 +149,17 @@ class Addition:
     def check(self, options: Options) -> None:
         """Refuse options of ``apply_async`` that the addition does not take.
 
-        Asked also if the addition is not turned on.
+        It is called even if the addition's ``switch`` is off.
 
         Raises:
             UnknownOption: One of them has a value that it does not take.
         """
 
     def to_send(self, send: Send) -> AddedToSend | None:
-        """Return what the addition does with a send; None for nothing."""
+        """Return what the addition does with a send; None for nothing.
+
+        With None, a send that has one of the addition's options is refused.
+        """
 
     def to_rows(
         self,
@@ -159,6 +169,8 @@ class Addition:
         fail: Callable[[Sequence[int], Exception], None],
     ) -> AddedToRows | None:
         """Return what the addition does with the rows of a ``send_many``; None for nothing.
+
+        With None, a ``send_many`` that has one of the addition's options is refused.
 
         Args:
             name: The task's name.
@@ -266,6 +278,38 @@ def checked_added_options(options: Options, delays: Delays) -> OwnOptions:
         addition: Addition = delays.part(additions.load(hooks))
         addition.check(own)
     return given
+
+
+def parts_of(
+    delays: Delays, added: Options, ask: Callable[[Addition, OwnOptions], PartT | None], way: str
+) -> list[PartT]:
+    """Return what the additions that are turned on do with a send, or with rows.
+
+    Args:
+        delays: The application's delay levels.
+        added: The options that additions have brought.
+        ask: Asks an addition, with its own options among these; None if it does nothing.
+        way: What to do if an option would have no effect.
+
+    Raises:
+        UnknownOption: An option would have no effect, because its addition does nothing.
+    """
+    parts, unused = list[PartT](), dict(added)
+    for addition in additions_of(delays):
+        names = [
+            name
+            for name in added
+            if delays.part(additions.load(additions.options[name].hooks)) is addition
+        ]
+        part = ask(addition, {name: added[name] for name in names})
+        if part is not None:
+            parts.append(part)
+            for name in names:
+                del unused[name]
+    for name, value in unused.items():
+        if value is not False:
+            raise UnknownOption(name, value, way)
+    return parts
 
 
 def _turned_on(delays: Delays) -> Sequence[Addition]:

@@ -24,7 +24,13 @@ from celery_rabbitdelay.app import additions, copies, instruments
 from celery_rabbitdelay.app.celery_internals import check_arguments
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import Instrument
-from celery_rabbitdelay.app.options import BESIDE_STAMPS, Options, TaskOrName, without_stamps
+from celery_rabbitdelay.app.options import (
+    BESIDE_STAMPS,
+    Options,
+    OwnOptions,
+    TaskOrName,
+    without_stamps,
+)
 from celery_rabbitdelay.app.rows import (
     Given,
     Group,
@@ -38,10 +44,11 @@ from celery_rabbitdelay.app.rows import (
 from celery_rabbitdelay.app.seams import (
     NO_HEADERS,
     AddedToRows,
+    Addition,
     Call,
     WrittenT,
-    additions_of,
     checked_added_options,
+    parts_of,
 )
 from celery_rabbitdelay.levels.delay import Delay
 from celery_rabbitdelay.levels.headers import KEY
@@ -55,6 +62,12 @@ MAX_ERRORS: Final = 1000
 
 #: Seconds between two calls of the caller's ``progress``.
 PROGRESS_INTERVAL: Final = 0.5
+
+#: What to do with an option that its addition does nothing for.
+NO_PART_IN_ROWS: Final = (
+    "would do nothing, because its addition takes no part in send_many: "
+    "send each task with apply_async, or leave the option out"
+)
 
 GivenT = TypeVar("GivenT")
 
@@ -187,9 +200,11 @@ class RowSender(Sending):
         self._envelopes = envelopes and delays.stand_in is None
         own, stamps = without_stamps(options)
         known = delays.app.tasks.get(task) if isinstance(task, str) else task
-        added = checked_added_options(own, delays)
-        rows = (each.to_rows(self._name, known, added, self.fail) for each in additions_of(delays))
-        self._added: list[AddedToRows] = [each for each in rows if each is not None]
+
+        def ask(addition: Addition, options: OwnOptions) -> AddedToRows | None:
+            return addition.to_rows(self._name, known, options, self.fail)
+
+        self._added = parts_of(delays, checked_added_options(own, delays), ask, NO_PART_IN_ROWS)
         self._options = {
             name: each for name, each in own.items() if name not in additions.options
         } | stamps

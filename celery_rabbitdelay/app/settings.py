@@ -221,6 +221,13 @@ _TICK: Final = SettingType(
 
 _KNOWN_MODULES: Final = (CHECK_IN, DISTRIBUTE, *additions.services)
 
+
+def _are_modules(value: object) -> bool:
+    # Applications may have added services since this file was imported.
+    known = {CHECK_IN, DISTRIBUTE, *additions.services}
+    return _is_list_of_words(value) and set(value) <= known
+
+
 #: All of them that are installed.
 _INSTALLED_MODULES: Final = tuple(
     name
@@ -229,8 +236,8 @@ _INSTALLED_MODULES: Final = tuple(
 )
 
 _MODULES: Final = SettingType(
-    f"a list of any of {', '.join(_KNOWN_MODULES)}",
-    lambda value: _is_list_of_words(value) and set(value) <= set(_KNOWN_MODULES),
+    f"a list of any of {', '.join(_KNOWN_MODULES)}, and of the services of your own additions",
+    _are_modules,
 )
 
 _SIGNING_KEY: Final = SettingType(

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import celery
 from celery.app.amqp import AMQP
@@ -25,7 +25,7 @@ from celery_rabbitdelay.app import celery_internals, pipelines, signals
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
 from celery_rabbitdelay.app.options import Options, OwnOptions, Result
-from celery_rabbitdelay.app.seams import AddedToSend, Send, additions_of
+from celery_rabbitdelay.app.seams import AddedToSend, Send, parts_of
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import RabbitDelayError, UnknownOption
 from celery_rabbitdelay.levels import headers as header_names
@@ -36,6 +36,9 @@ from celery_rabbitdelay.publishing.message import Declaration, Publication
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import BACKOFF, RESENDS, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
+
+#: What to do with an option that its addition does nothing for.
+NO_PART: Final = "would do nothing, because its addition takes no part in this send: leave it out"
 
 
 def publish_policy(
@@ -288,7 +291,7 @@ class TaskSending(Send):
                 why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
                 self.delays.warn_treated_as_countdown(why)
             return self._send_by_celery()
-        parts = [part for each in additions_of(self.delays) if (part := each.to_send(self))]
+        parts = parts_of(self.delays, self.added, lambda each, _: each.to_send(self), NO_PART)
         is_known = bool(parts) and (has_options or self._is_continued)
         if has_delay and not self._takes_over() and not (self._is_continued and is_known):
             self._refuse_added("the task does not wait in the levels")

@@ -304,7 +304,7 @@ class Topology:
 
     @cached_property
     def queues(self) -> tuple[Queue, ...]:
-        """All queues, in the order ``undeliverable``, levels, other modules."""
+        """All queues but :attr:`probe`, in the order ``undeliverable``, levels, other modules."""
         return (*self.module_queues.queues[:1], *self.digit_queues, *self.module_queues.queues[1:])
 
     @cached_property

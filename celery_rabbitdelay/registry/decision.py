@@ -148,7 +148,10 @@ class Arrival(NamedTuple):
 
     @property
     def heir_of(self) -> int:
-        """The last generation any arrival of which it follows, whether it knows its name or not.
+        """The latest generation from which it may take over any earlier arrival; -1 for none.
+
+        The generation is how often the message was put back. It may take over even an arrival that
+        it cannot name.
 
         A message that RabbitMQ redelivers, or that was put back then, cannot name its former
         arrivals. The copies of what was put back follow no arrival of one another.
@@ -275,8 +278,8 @@ class Record(NamedTuple):
     """What is noted about a task.
 
     Attributes:
-        cancelled: The life up to which it is cancelled; None if it is not. After it has run, that
-            includes the one after it, of which a message may be on its way.
+        cancelled: The life up to which it is cancelled; None if it is not. If the task had already
+            run, its next life is cancelled too, because a message of it may be on its way.
         not_before: Until when it was postponed; None if it was not.
         won: For each attempt the name of the message that was let run.
         marks: With ``once``, for each attempt the mark of what was let run last, and the name of

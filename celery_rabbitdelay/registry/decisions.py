@@ -149,8 +149,8 @@ class Decisions(BatchThread[_Due]):
         early_tasks: Puts tasks back into the levels.
 
     Attributes:
-        takers: What takes a task with a header of the registry, by that header, before it runs or
-            is discarded. Other rooms add themselves.
+        takers: Functions by header name. A task with that header is given to the function, which
+            runs or discards it. Schedules add one.
     """
 
     name = "rabbitdelay-decisions"

@@ -1,4 +1,4 @@
-"""Jobs: tasks in any number of which all run, or none."""
+"""A job is a set of tasks, however many. All of them run, or none does."""
 
 from __future__ import annotations
 

@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 #: Seconds for which a worker does not ask again what is paused.
 FRESH: Final = 1.0
 
-#: Tasks that are held, by a pause or an open job, ask a worker again this often in a second. If
-#: there are too many for that, each asks after this part of the time for which it has been held.
+#: All tasks that a worker holds, by a pause or an open job, together ask again this often in a
+#: second. If that is not enough for all, each asks again after this part of the time that it has
+#: been held.
 PER_SECOND: Final = 50
 SHARE: Final = 0.25
 

@@ -184,9 +184,10 @@ class EarlyTasks(BatchThread[Early]):
     ) -> bool:
         """Take a task that is not due yet; return whether it was taken.
 
-        A task with an ``eta`` is early by a tick, one that has left the levels by the setting
-        ``rabbitdelay_early_tolerance``. If the levels do not take the latter, the worker holds it
-        until it is due, and then asks the registry, if there is one.
+        A task with an ``eta`` counts as early if it is due in more than one tick; one that comes
+        from the levels, if it is due in more than ``rabbitdelay_early_tolerance``. If the levels do
+        not take the latter, the worker holds it until it is due, and then asks the registry, if
+        there is one.
 
         Args:
             delivery: The task's message, as Celery has passed it.

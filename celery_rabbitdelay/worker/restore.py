@@ -1,7 +1,8 @@
 """Restore a delayed task when it arrives at a worker, as if it had been sent without a delay.
 
-A retry goes where its task came from. What the message says of that is believed within the reach of
-distribution only. With a key, the registry is asked about a task only as its sender has signed it.
+Anybody may have written a message. So a retry goes to the exchange that its headers name only if
+distribution might publish there. With a signing key, a message that would ask the registry without
+a valid signature is refused.
 """
 
 from __future__ import annotations
@@ -119,7 +120,10 @@ class Arrivals:
 
 
 def may_run_since(waited: DelayHeaders) -> int | None:
-    """Return since when a task that has come may run: what was put back until then is not late."""
+    """Return the later of its due time and the time until which a worker put it back.
+
+    Lateness is counted from there.
+    """
     return None if waited.due_ms is None else max(waited.due_ms, waited.early.until_ms)
 
 

@@ -1,4 +1,5 @@
 -- Decide what becomes of tasks that have arrived: the rule of the registry.
+-- The words (life, attempt, won, once, mark) are explained in shared.lua.
 --
 -- KEYS  the record of each task
 -- ARGV  for each: copy, life, attempt, due, the queue if only one message of the attempt may run there,
