@@ -124,7 +124,7 @@ def decide_all(asked: Asked) -> dict[str, object]:
         raise Wrong("sent_before", "takes what /api/waiting/all says")
     search, until = Search.of(asked, end), _until(asked, action)
     delays, wanted = search.delays, search.filter._replace(sent_before_ms=milliseconds_of(end))
-    _, count, _ = search.counted()
+    _, count, may_be_more = search.counted()
     batches: Iterator[int]
     if search.ids is not None:
         decide, index = _decision(asked, until), delays.registry.index
@@ -135,6 +135,7 @@ def decide_all(asked: Asked) -> dict[str, object]:
     else:
         batches = postpone_batches(delays, wanted, until)
     about = f"tasks that match {search.query}" if search.query.terms else "all tracked tasks"
+    about += f" (at least {count:,})" if may_be_more else ""
     back = f"waiting?{asked.fields.address(**dict.fromkeys(NOT_OF_SEARCH))}"
     return begin(asked, ACTIONS[action], about, count, in_batches(batches), back)
 
