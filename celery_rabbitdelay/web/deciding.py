@@ -13,6 +13,7 @@ from celery_rabbitdelay.levels.delay import Due, check_max_delay, instant_of, mi
 from celery_rabbitdelay.metrics.reading import AWAY, why
 from celery_rabbitdelay.registry.commands import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
+from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.search import Search, Until, all_at, each_by, postpone_batches
@@ -31,9 +32,6 @@ SHOWN: Final = 10
 
 #: The pages that a decision leads back to.
 BACK: Final = ("waiting?", "waiting/task?")
-
-#: The fields of a decision about all that match that are no part of the search.
-NOT_OF_SEARCH: Final = ("token", "action", "sent_before", "by", "until", "back")
 
 
 def decide(action: str, asked: Asked) -> dict[str, object]:
@@ -91,30 +89,26 @@ def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
 
 def confirm(asked: Asked) -> dict[str, object]:
     """Return the selected tasks, for the question whether to decide about them."""
-    action, ids = asked.fields.one_of("action", ACTIONS, ""), _ids(asked)
-    search = Search.of(asked)
+    search, ids = Search.of(asked), _ids(asked)
     tasks = search.delays.registry.index.tasks(ids[:SHOWN])
-    told = {"sent_before": None, "ids": ids, "count": len(ids), "may_be_more": False}
-    return {"action": action, "back": _back(asked), "tasks": rows(search, tasks), **told}
+    told = {"sent_before": None, "count": len(ids), "may_be_more": False, "back": _back(asked)}
+    return {**_question(asked, search, tasks), "ids": ids, **told}
 
 
 def confirm_all(asked: Asked) -> dict[str, object]:
     """Count the tasks that match; what is sent afterwards is left out of a decision about all."""
-    action = asked.fields.one_of("action", ACTIONS, "cancel")
     # Before the count: what is sent meanwhile stays.
     end = instant_of(asked.with_registry.registry.now_ms() + 1)
     search = Search.of(asked, end)
     _, count, may_be_more = search.counted()
-    return {
-        "action": action,
-        "back": f"waiting?{asked.fields.address(action=None)}",
-        "sent_before": end,
-        "ids": [],
-        "count": count,
-        "may_be_more": may_be_more,
-        "q": str(search.query),
-        "tasks": rows(search, search.found(None, SHOWN).tasks),
-    }
+    back = f"waiting?{asked.fields.address(action=None)}"
+    told = {"sent_before": end, "count": count, "may_be_more": may_be_more, "back": back}
+    return {**_question(asked, search, search.found(None, SHOWN).tasks), "ids": [], **told}
+
+
+def _question(asked: Asked, search: Search, tasks: list[Pending]) -> dict[str, object]:
+    action = asked.fields.one_of("action", ACTIONS, "cancel")
+    return {"action": action, "q": str(search.query), "tasks": rows(search, tasks)}
 
 
 def decide_all(asked: Asked) -> dict[str, object]:
@@ -136,8 +130,7 @@ def decide_all(asked: Asked) -> dict[str, object]:
         batches = postpone_batches(delays, wanted, until)
     about = f"tasks that match {search.query}" if search.query.terms else "all tracked tasks"
     about += f" (at least {count:,})" if may_be_more else ""
-    back = f"waiting?{asked.fields.address(**dict.fromkeys(NOT_OF_SEARCH))}"
-    return begin(asked, ACTIONS[action], about, count, in_batches(batches), back)
+    return begin(asked, ACTIONS[action], about, count, in_batches(batches), _back(asked))
 
 
 def named(filters: Mapping[str, str | None], what: str) -> str:

@@ -530,8 +530,8 @@ def test_all_that_were_counted_are_decided_once_although_they_move_and_others_st
     before = {each.task_id: each.due for each in shop.rabbitdelay.pending(job=job)}
     counted = browser.json("/waiting/all", q=f"job:{job}")
     assert counted["count"] == len(before) == 20
-    sent = {"action": action, "sent_before": counted["sent_before"], **fields}
-    told = ended(browser, browser.post(f"/waiting/decide-all?q=job:{job}", **sent))
+    sent = {"action": action, **{each: counted[each] for each in ("sent_before", "back")}}
+    told = ended(browser, browser.post(f"/waiting/decide-all?q=job:{job}", **sent, **fields))
     assert told["back"] == f"waiting?q=job%3A{job}"
     assert (told["state"], told["error"], told["done"], told["total"]) == ("done", None, 20, 20)
     after = {each.task_id: each.due for each in shop.rabbitdelay.pending()}
