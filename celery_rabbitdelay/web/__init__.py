@@ -11,9 +11,10 @@ the tokens of forms) and ``access`` (the sender of a request, and what every req
 to have). ``site`` is what all requests share: cached readings of the servers, and long actions.
 ``asked`` is what a view gets; it returns what its page and its JSON show. The views are ``now``
 (Now, Health), ``levels``, ``waiting``, ``deciding`` (cancel, postpone, run now), ``undeliverable``
-and so on, each named like its page; ``pages`` is the table of them. ``problems`` says what is
-wrong, and ``charts`` where the bars and lines of a picture stand. ``shown`` renders texts that
-anybody may have written, ``asgi`` makes the application, and ``command`` serves it.
+and so on, each named like its page; ``pages`` is the table of them. ``query`` is the language of
+the search for tasks, and ``search`` runs it. ``problems`` says what is wrong, and ``charts`` where
+the bars and lines of a picture stand. ``shown`` renders texts that anybody may have written,
+``asgi`` makes the application, and ``command`` serves it.
 """
 
 from __future__ import annotations
