@@ -32,7 +32,7 @@ MOST_RUNS, MOST_OF_ALL = 12, 200
 UNKNOWN: Final = "There is no schedule of this name."
 
 #: How many next instants a schedule's own page has.
-NEXT: Final = 10
+NEXT: Final = 5
 
 
 def schedules(asked: Asked) -> dict[str, object]:

@@ -128,14 +128,14 @@ def _count(kept: list[Kept], wanted: read.UndeliverableFilter, name: str) -> dic
 def _days(
     asked: Asked, kept: list[Kept], wanted: read.UndeliverableFilter
 ) -> Iterator[dict[str, object]]:
-    """Yield today, yesterday, and before, as a facet: how many messages came then."""
+    """Yield today, yesterday, and earlier, as a facet: how many messages came then."""
     now = wall_clock.now().astimezone(asked.site.app.timezone)
     today = int((now - now.replace(hour=0, minute=0, second=0, microsecond=0)).total_seconds())
     present = asked.fields.get("older_than"), asked.fields.get("newer_than")
     for name, older, newer in (
         ("today", None, today),
         ("yesterday", today, today + DAY),
-        ("before", today + DAY, None),
+        ("earlier", today + DAY, None),
     ):
         ends = [None if each is None else timedelta(seconds=each) for each in (older, newer)]
         then = replace(wanted, older_than=ends[0], newer_than=ends[1])

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+from kombu import Queue
 
 from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.web.asked import Asked
+from celery_rabbitdelay.web.site import Site
+
+#: Seconds from one look at the queues that tasks wait for to the next, and how many are looked at.
+UNSERVED_PERIOD, MOST_QUEUES = 10.0, 100
+
+_T = TypeVar("_T")
 
 #: The answer of a worker.
 Answer: TypeAlias = Mapping[str, Any]
@@ -20,6 +31,7 @@ def workers(asked: Asked) -> dict[str, object]:
         "taken": reading.taken,
         "error": reading.error,
         "workers": [_worker(name, answer) for name, answer in answers.items()],
+        "unserved": unserved(asked.site),
         "differences": [
             each
             for kind in ("versions", "settings")
@@ -38,13 +50,37 @@ def _worker(name: str, answer: Answer) -> dict[str, object]:
         "modules": sorted(answer.keys() - {ABOUT, ARRIVALS, "error"}),
         "received": arrivals.get("received"),
         "latest": arrivals.get("latest"),
-        "queues": at_work.get("queues") or [],
-        "pool": at_work.get("pool") or {},
-        "uptime": at_work.get("uptime"),
-        "running": at_work.get("running") or [],
+        "queues": [str(each) for each in _of(at_work.get("queues"), list, [])],
+        "processes": _of(_of(at_work.get("pool"), dict, {}).get("processes"), int, None),
+        "uptime": _of(at_work.get("uptime"), int, None),
+        "running": [
+            {"name": str(each.get("name")), "seconds": _of(each.get("seconds"), float, 0.0)}
+            for each in _of(at_work.get("running"), list, [])
+            if isinstance(each, dict)
+        ],
         "versions": _texts(answer, "versions"),
         "settings": _texts(answer, "settings"),
     }
+
+
+def _of(value: object, kind: type[_T], otherwise: _T | None) -> Any:
+    """Return a value of a type; what a later version says otherwise counts as not said."""
+    return value if isinstance(value, kind) else otherwise
+
+
+def unserved(site: Site) -> list[str]:
+    """Return the queues that tracked tasks wait for, and nobody takes from; none while unknown."""
+    if not site.delays.has_registry:
+        return []
+    return site.latest("unserved", partial(_unserved, site), UNSERVED_PERIOD).value or []
+
+
+def _unserved(site: Site) -> list[str]:
+    kinds = site.delays.registry.index.summary([wall_clock.ms()]).kinds
+    names = sorted({each.kind.queue for each in kinds if each.total and each.kind.queue})
+    queues = [Queue(name) for name in names[:MOST_QUEUES]]
+    counts = site.ask(partial(queue_counts, queues=queues))
+    return [name for name, found in counts.items() if found is None or not found.consumers]
 
 
 def _texts(answer: Answer, kind: str) -> dict[str, str]:

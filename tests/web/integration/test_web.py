@@ -22,7 +22,7 @@ from celery_rabbitdelay.operations.undeliverable import UndeliverableFilter
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.registry.index import Filter, Index, shard_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from celery_rabbitdelay.web import application, now, task, undeliverable
+from celery_rabbitdelay.web import application, now, site, task, undeliverable, workers
 from celery_rabbitdelay.web import search as operations
 from celery_rabbitdelay.web.access import COOKIE
 from celery_rabbitdelay.web.options import hash_password, is_password
@@ -30,7 +30,7 @@ from tests.browser import Browser, assert_harmless, quick_hash, read
 from tests.kernel.integration.arrivals import count
 from tests.kernel.integration.shop import PATIENCE, make_app, named
 from tests.kernel.integration.trouble import suspended
-from tests.kernel.integration.worker import run_command
+from tests.kernel.integration.worker import Worker, run_command
 from tests.kernel.unit.clock import Clock
 from tests.operations.integration.undeliverable_messages import message, put, straight
 from tests.web.integration.page import HOUR, ServedPage, standing_shop
@@ -928,3 +928,22 @@ def test_the_command_hashes_a_password(configuration: dict[str, Any]) -> None:
     (line,) = told.stdout.splitlines()
     assert is_password("a word", line)
     assert not is_password("another", line)
+
+
+def test_workers_say_where_they_take_from_and_a_queue_without_one_is_named(
+    shop: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "UNSERVED_PERIOD", 0.0)
+    monkeypatch.setattr(site, "WORKERS_PERIOD", 0.0)
+    queue = named(shop, "default")
+    send(shop)
+    assert browser.json("/workers")["unserved"] == [queue]
+    with Worker(shop.configuration, None, "-n", "one@here"):
+        wait_for(lambda: not browser.json("/workers")["unserved"], "a consumer", PATIENCE)
+        (told,) = browser.json("/workers")["workers"]
+        assert (told["name"], told["error"], told["running"]) == ("one@here", None, [])
+        assert queue in told["queues"]
+        assert told["processes"] >= 1
+        assert told["uptime"] >= 0
+        assert "celery_rabbitdelay" in told["versions"]
+        assert_harmless(browser.get("/workers").text)
