@@ -177,9 +177,8 @@ def _held(
     overdue = Counter(Kind(each.task, each.queue) for each in late)
     if len(due) == MOST_DUE:
         overdue = running - held
-    names, jobs = Counter[str](), Counter(str(each.job) for each in for_job)
-    for kind, number in overdue.items():
-        names[kind.task] += number
+    names = Counter(kind.task for kind in overdue.elements())
+    jobs = Counter(str(each.job) for each in for_job)
     first = min((each.due for each in late), default=None)
     return held, overdue, Due(names, first, by_pause, jobs)
 
