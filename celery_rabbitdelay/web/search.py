@@ -200,9 +200,8 @@ class Search:
             counts["task"][each.kind.task] += number()
             counts["queue"][each.kind.queue] += number()
             counts["state"]["waiting"] += number(start=now_ms)
-            counts["state"]["held" if known.is_paused(each.kind) else "overdue"] += number(
-                end=now_ms
-            )
+            late = "held" if known.is_paused(each.kind) else "overdue"
+            counts["state"][late] += number(end=now_ms)
             for value, length in SOON.items():
                 counts["due"][value] += number(end=now_ms + length)
         self._count_by_job(counts)
@@ -219,11 +218,8 @@ class Search:
 
     def _count_by_job(self, counts: Counts) -> None:
         """Count by the newest jobs, and the tasks of open jobs that are due: kinds say neither."""
-        registry, wanted, now_ms = (
-            self.delays.registry,
-            self.filter,
-            milliseconds_of(self.known.now),
-        )
+        registry, wanted = self.delays.registry, self.filter
+        now_ms = milliseconds_of(self.known.now)
         if wanted.kinds is None:
             names = [each.name for each in registry.jobs.all(now_ms, COUNTED_JOBS)]
             numbers = registry.index.counts([wanted._replace(job=each) for each in names])
