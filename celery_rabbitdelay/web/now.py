@@ -24,6 +24,7 @@ from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.charts import DAY, HOUR, MINUTE, aligned
 from celery_rabbitdelay.web.problems import Due, problems
 from celery_rabbitdelay.web.site import Glance, Site
+from celery_rabbitdelay.web.workers import unserved
 
 #: Seconds from one reading to the next: of the tracked tasks, of what the management API has
 #: counted, and of faults, which takes some requests to that API for each queue.
@@ -118,7 +119,14 @@ def now(asked: Asked) -> dict[str, object]:
         "broker_error": queues.error,
         "has_registry": site.delays.has_registry,
         "registry_error": reading.error,
-        "problems": problems(queues, workers, reading.error, waits.due, found.value),
+        "problems": problems(
+            queues,
+            workers,
+            reading.error,
+            waits.due,
+            found.value,
+            [] if queues.error else unserved(site),
+        ),
         "findings_taken": found.taken,
         "findings_error": found.error,
         "workers": len(answers),

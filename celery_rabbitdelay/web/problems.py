@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple, get_args
 
@@ -70,6 +70,7 @@ def problems(
     registry_error: str | None,
     due: Due,
     found: Verification | None,
+    unserved: Sequence[str],
 ) -> list[Problem]:
     """Return what is wrong, the most severe first.
 
@@ -79,10 +80,11 @@ def problems(
         registry_error: Why Redis cannot be asked.
         due: What is due and has not arrived.
         found: What ``verify`` has found; None if that is not known.
+        unserved: The queues that tasks wait for, and nobody takes from.
     """
     all_of_them = [
         *_of_servers(queues, registry_error),
-        *_of_workers(queues, workers),
+        *_of_workers(queues, workers, unserved),
         *_of_tasks(due),
         *_of_findings(found),
     ]
@@ -109,7 +111,9 @@ def _of_servers(queues: Reading[Glance], registry_error: str | None) -> Iterator
         yield Problem("warning", f"{words} undeliverable", page="undeliverable", shape="failed")
 
 
-def _of_workers(queues: Reading[Glance], workers: Reading[Glance]) -> Iterator[Problem]:
+def _of_workers(
+    queues: Reading[Glance], workers: Reading[Glance], unserved: Sequence[str]
+) -> Iterator[Problem]:
     if workers.error is not None and queues.error is None:
         yield Problem("danger", "The workers cannot be asked", workers.error)
     if workers.value is None or queues.error is not None:
@@ -122,6 +126,9 @@ def _of_workers(queues: Reading[Glance], workers: Reading[Glance]) -> Iterator[P
     elif distribution is not None and not distribution.consumers:
         words = "No worker serves distribution: tasks that are due stand still"
         yield Problem("danger", words, page="workers")
+    elif unserved:
+        rest = f"and {len(unserved) - 1:,} more" if len(unserved) > 1 else ""
+        yield Problem("danger", "No worker takes from queue", unserved[0], rest, "workers")
     for name, answer in sorted(answers.items()):
         if "error" in answer:
             yield Problem("warning", "A worker cannot tell how it is", name, "workers")
@@ -148,10 +155,9 @@ def _of_tasks(due: Due) -> Iterator[Problem]:
         yield Problem("danger", words, *_first(due.overdue, since), "waiting", "q=state:overdue")
     for each, count in due.paused.items():
         kind, name = ("task", each.task) if each.task is not None else ("queue", each.queue)
-        held = things(count, "task is held", "tasks are held")
         ends = "" if each.until is None else f", resumes {shown.left(each.until)}"
-        rest = f"; paused {shown.left(each.since)}{ends}"
-        words = f"{held}: paused {kind}"
+        rest = f"; the {kind} was paused {shown.left(each.since)}{ends}"
+        words = f"{things(count, 'task')} held:"
         yield Problem("warning", words, name or "", rest, "pauses", shape="held")
     if due.jobs:
         words = things(due.jobs.total(), "task waits for its job:", "tasks wait for their job:")

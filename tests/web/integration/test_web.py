@@ -158,9 +158,11 @@ def test_twenty_viewers_of_now_cost_what_one_does(
     monkeypatch.setattr(Index, "summary", counted)
     monkeypatch.setattr("celery_rabbitdelay.metrics.reading.time", Clock())
     web = application(shop)
-    for _ in range(20):
+    assert Browser(web).json("/now")["waiting"] == 1
+    of_one = len(asked)
+    for _ in range(19):
         assert Browser(web).json("/now")["waiting"] == 1
-    assert len(asked) == 1
+    assert len(asked) == of_one
 
 
 def test_what_a_pause_or_an_open_job_holds_is_not_called_overdue(
@@ -188,7 +190,7 @@ def test_what_a_pause_or_an_open_job_holds_is_not_called_overdue(
     assert counts() == (1, 2, [overdue, waits])
     for name, value in (("queue", queue), ("task", "look")):
         delays.pause(**{name: value})
-        assert counts() == (0, 3, [f"3 tasks are held: paused {name} {value}"])
+        assert counts() == (0, 3, [f"3 tasks held: {value}"])
         delays.resume(**{name: value})
     delays.abort_job(job)
     assert counts()[:2] == (3, 0)

@@ -1,6 +1,7 @@
 """What Now makes of the answers of the registry, the workers and the broker."""
 
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -107,9 +108,10 @@ def words(
     due: Due = NOTHING_DUE,
     registry_error: str | None = None,
     found: Verification | None = None,
+    unserved: Sequence[str] = (),
 ) -> list[tuple[str, str, str]]:
     """Return the severity, the words and what is concerned."""
-    told = problems(queues or look(), workers or look(), registry_error, due, found)
+    told = problems(queues or look(), workers or look(), registry_error, due, found, unserved)
     assert all(isinstance(each, Problem) for each in told)
     return [(each.severity, each.words, each.about) for each in told]
 
@@ -135,7 +137,9 @@ def test_what_servers_and_workers_say_is_known_without_the_management_api() -> N
     ((_, blocked, _),) = words(look(is_blocked=True))
     assert blocked.startswith("RabbitMQ blocks publishers")
     assert words(registry_error="away") == [("danger", "Redis cannot be asked", "away")]
-    assert words(workers=look(workers={})) == [("danger", "No worker answers", "")]
+    nobody = [("danger", "No worker answers", "")]
+    assert words(workers=look(workers={}), unserved=("mail",)) == nobody
+    assert words(unserved=("mail", "bulk")) == [("danger", "No worker takes from queue", "mail")]
     assert words(workers=Reading(error="no reply")) == [
         ("danger", "The workers cannot be asked", "no reply")
     ]
@@ -153,14 +157,14 @@ def test_tasks_that_are_due_are_named_with_what_holds_them() -> None:
         Paused(None, "bulk", since, since + timedelta(hours=1)): 0,
     }
     due = Due(Counter({"export": 2, "mail.send": 1}), since, pauses, Counter({"import": 4}))
-    found = problems(look(), look(), None, due, None)
+    found = problems(look(), look(), None, due, None, ())
     sentences = [
         f"{each.words} {each.about} {each.rest}".replace(" ;", ";").strip() for each in found
     ]
     assert sentences == [
         "3 tasks are overdue: export and 1 more; the first was due 3 min ago",
-        "1 task is held: paused task mail.send; paused 3 min ago",
-        "0 tasks are held: paused queue bulk; paused 3 min ago, resumes in 57 min",
+        "1 task held: mail.send; the task was paused 3 min ago",
+        "0 tasks held: bulk; the queue was paused 3 min ago, resumes in 57 min",
         "4 tasks wait for their job: import",
     ]
     assert [each.page for each in found] == ["waiting", "pauses", "pauses", "jobs"]
