@@ -9,6 +9,7 @@ from threading import Event
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from jinja2 import Environment, PackageLoader
 from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
@@ -16,6 +17,7 @@ from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.access import COOKIE, LASTS, Session, Sessions
 from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, fields_of
 from celery_rabbitdelay.web.options import NOBODY, User, hash_password, is_hash, is_password
+from celery_rabbitdelay.web.pages import PAGES
 from celery_rabbitdelay.web.site import MOST_AT_ONCE, Verb, Work, Works, in_batches
 from tests.kernel.unit.waiting import wait_until
 
@@ -50,6 +52,13 @@ def test_any_query_is_read_or_refused(query: bytes) -> None:
         found = fields_of(query)
         assert len(found.multi_items()) <= MOST_FIELDS
         json.dumps(shown.plain(found.multi_items()))
+
+
+@pytest.mark.parametrize("page", sorted({each.template for each in PAGES if each.template}))
+def test_each_template_can_be_read(page: str) -> None:
+    loader = PackageLoader("celery_rabbitdelay.web")
+    environment = Environment(loader=loader, autoescape=True)
+    environment.parse(loader.get_source(environment, f"{page}.html")[0])
 
 
 def test_a_hash_is_of_one_password_and_two_of_it_differ() -> None:
