@@ -1,14 +1,16 @@
-"""The settings and options of additions: what they take, and that no error shows a password."""
+"""Additions beside one another: their settings and options, no password in an error, recording."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.exceptions import InvalidOption, InvalidSetting
+from celery_rabbitdelay.exceptions import InvalidOption, InvalidSetting, NotRecorded
 from celery_rabbitdelay.registry.application import RegistrySettings
 from celery_rabbitdelay.spark.options import ApplicationOptions
+from celery_rabbitdelay.testing import recorded
 from tests.told import told
 
 PLANTED = "opensesame"
@@ -66,3 +68,10 @@ def test_the_settings_are_shown_without_passwords() -> None:
     )
     assert PLANTED not in shown
     assert "registry_url='redis://:**@host/0', registry_options='**'" in shown
+
+
+def test_schedules_are_not_recorded_and_the_error_names_what_tries_them() -> None:
+    app = Celery("shop", broker="amqp://localhost")
+    app.conf.rabbitdelay_registry_url = "redis://localhost"
+    with recorded(app), pytest.raises(NotRecorded, match=r"testing\.travel"):
+        app.rabbitdelay.schedules.all()
