@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Final
-from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.applications import Starlette
@@ -82,6 +81,8 @@ class Server:
             menu=[each for each in PAGES if each.in_menu],
             most_in_address=shown.MOST_IN_ADDRESS,
             term=lambda name, text: str(Term.of(name, text)),
+            virtual_host=site.queues_broker.connection.virtual_host,
+            prefix=site.delays.topology.prefix,
             has_sign_in=site.options.users is not None,
             plot=partial(charts.plot, zone=zone),
         )
@@ -267,18 +268,13 @@ def _shown(page: Page, asked: Asked) -> dict[str, object] | Response:
 
 def _base(request: Request) -> str:
     """Return the path that the application is mounted at, quoted; empty for none."""
-    return _quoted(request.scope.get("root_path", "").rstrip("/"))
+    return shown.quoted_path(request.scope.get("root_path", "").rstrip("/"))
 
 
 def _path(request: Request) -> str:
     """Return the path below that, quoted."""
     path: str = request.scope["path"]
-    return _quoted(path.removeprefix(request.scope.get("root_path", "")) or "/")
-
-
-def _quoted(path: str) -> str:
-    """Return a path as it stands in an address, never as the name of another server."""
-    return quote(path, errors="surrogatepass").replace("//", "/%2F")
+    return shown.quoted_path(path.removeprefix(request.scope.get("root_path", "")) or "/")
 
 
 def _here(request: Request) -> str:

@@ -130,7 +130,10 @@ def plot(
         columns,
         bars,
         " L".join(f"{x(at)} {round(100 - value / top * 100, 3)}" for at, value in line),
-        [Tick(round(100 - each / top * 100, 3), number_label(each, unit)) for each in grid],
+        [
+            Tick(round(100 - each / top * 100, 3), label)
+            for each, label in zip(grid, number_labels(grid, unit), strict=True)
+        ],
         [Tick(x(at), label) for at, label in times(start, end, zone)],
     )
 
@@ -154,12 +157,11 @@ def scale(most: float, *, whole: bool = True) -> list[float]:
     return [round(step * each, 9) for each in range(lines + 1)]
 
 
-def number_label(value: float, unit: str = "") -> str:
-    """Return a number as an axis shows it: 1,200, 25k, 3M, 0.5 s."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= max(size, 1e4) and not unit:
-            return f"{value / size:g}{letter}"
-    return f"{value:,g} {unit}".strip()
+def number_labels(grid: Sequence[float], unit: str = "") -> list[str]:
+    """Return numbers as an axis shows them, all like the last one: 1,200; 0, 5k, 10k; 0.5 s."""
+    sizes = () if unit else ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+    size, letter = next((each for each in sizes if grid[-1] >= max(each[0], 1e4)), (1, ""))
+    return [f"{each / size:,g}{letter if each else ''} {unit}".strip() for each in grid]
 
 
 def aligned(start: datetime, end: datetime, step: timedelta, zone: tzinfo) -> list[datetime]:
@@ -189,14 +191,21 @@ def aligned(start: datetime, end: datetime, step: timedelta, zone: tzinfo) -> li
 def times(start: datetime, end: datetime, zone: tzinfo) -> list[tuple[datetime, str]]:
     """Return the instants that an axis names, and their names."""
     step = next((each for each in STEPS if (end - start) / each <= MOST_TIMES), STEPS[-1])
-    instants = [at.astimezone(zone) for at in aligned(start, end, step, zone) if start <= at <= end]
-    return [(at, _label(at, step)) for at in instants]
+    found = aligned(start, end, step, zone)
+    if step != DAY:
+        return [(at, _label(at.astimezone(zone), step)) for at in found if start <= at <= end]
+    days = [(max(day, start), min(after, end)) for day, after in pairwise(found)]
+    return [  # in the middle of the day
+        (day + (after - day) / 2, "Today" if day == start else _label(day.astimezone(zone), step))
+        for day, after in days
+        if after - day >= DAY / 2
+    ]
 
 
 def _label(local: datetime, step: timedelta) -> str:
     if step > 2 * DAY:
         return f"{local.day} {local:%b}"
-    if step >= HOUR and not local.hour:
+    if step >= DAY or (step >= HOUR and not local.hour):
         return f"{local:%a} {local.day}"
     return f"{local:%H:%M:%S}" if step < MINUTE else f"{local:%H:%M}"
 

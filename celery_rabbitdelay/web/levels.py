@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
+from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.site import Glance, Site
+
+#: Milliseconds of the delay that serves as an example: 2 h 5 min.
+EXAMPLE: Final = 7_500_000
 
 
 def levels(asked: Asked) -> dict[str, object]:
     """Return the messages of each level, digit by digit, and of the modules, and their rates."""
     topology, reading = asked.site.delays.topology, asked.site.queues()
     told: dict[str, object] = {
-        "prefix": topology.prefix,
         "layout": topology.layout.name,
+        "example": _example(topology.layout),
         "taken": reading.taken,
         "broker_error": reading.error,
     }
@@ -31,6 +36,14 @@ def levels(asked: Asked) -> dict[str, object]:
             for name, counts in status.backlog.others.items()
         ],
     }
+
+
+def _example(layout: Layout) -> dict[str, object]:
+    """Return a delay in seconds, and the queues that a message waits in, one after the other."""
+    delay = min(EXAMPLE, layout.capacity_ms)
+    digits = zip(layout.levels, layout.digits(delay), strict=True)
+    queues = [level.queue_name(digit) for level, digit in digits if digit]
+    return {"delay": delay / 1000, "queues": queues}
 
 
 def _levels(site: Site, glance: Glance) -> Iterator[dict[str, object]]:

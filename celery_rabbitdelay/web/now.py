@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
-from itertools import accumulate, compress, pairwise, zip_longest
-from typing import Any, Final, NamedTuple, TypeAlias, get_args
+from itertools import accumulate, pairwise, zip_longest
+from typing import Final, NamedTuple, get_args
 
 from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.levels import wall_clock
@@ -16,15 +16,14 @@ from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations.management import management_api
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked, verify_application
-from celery_rabbitdelay.registry.index import Filter, Kind, KindCounts
+from celery_rabbitdelay.registry.index import Filter, Kind, KindCounts, Pending
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.charts import DAY, HOUR, MINUTE, aligned
 from celery_rabbitdelay.web.problems import Due, problems
 from celery_rabbitdelay.web.site import Glance, Site
-from celery_rabbitdelay.web.workers import unserved
+from celery_rabbitdelay.web.workers import Answer, unserved
 
 #: Seconds from one reading to the next: of the tracked tasks, of what the management API has
 #: counted, and of faults, which takes some requests to that API for each queue.
@@ -64,33 +63,27 @@ NEEDS: Final = (
     "the option 'management', or with --management"
 )
 
-#: The answer of a worker.
-Answer: TypeAlias = Mapping[str, Any]
-
 
 class Waits(NamedTuple):
     """What of the tracked tasks waits.
 
     Attributes:
-        edges: When the steps of the histogram begin, and the end of the last one.
+        edges: When the steps of the histogram begin, the first one now, and the end of the last
+            one.
         kinds: How many of each kind wait, and are due before now, before an hour is over, and
             before each edge but the first one.
         left_out: How many tasks are of further kinds, which are not counted one by one.
-        held: How many due tasks of each kind are held: by a pause, or because their job is open.
-        overdue: How many of each kind should have arrived, and nothing holds them.
-        due: Both of all kinds.
+        due: What of them is due and has not arrived.
     """
 
     edges: list[datetime]
     kinds: list[KindCounts]
     left_out: int
-    held: Counter[Kind]
-    overdue: Counter[Kind]
     due: Due
 
 
 #: What is known without a registry, or before Redis has answered.
-NOTHING: Final = Waits([], [], 0, Counter(), Counter(), Due(Counter(), None, {}, Counter()))
+NOTHING: Final = Waits([], [], 0, Due(Counter(), None, {}, {}))
 
 
 def now(asked: Asked) -> dict[str, object]:
@@ -107,6 +100,7 @@ def now(asked: Asked) -> dict[str, object]:
         if reading.value is None:  # there is nothing older to show
             reading = ask()
     waits, found = reading.value or NOTHING, findings_of(site, patience=0)
+    alone = [] if queues.error else unserved(site)
     answers = {} if workers.value is None else workers.value.status.workers
     late, total, least = late_by_task(answers.values()), None, None
     if queues.value is not None:
@@ -119,14 +113,7 @@ def now(asked: Asked) -> dict[str, object]:
         "broker_error": queues.error,
         "has_registry": site.delays.has_registry,
         "registry_error": reading.error,
-        "problems": problems(
-            queues,
-            workers,
-            reading.error,
-            waits.due,
-            found.value,
-            [] if queues.error else unserved(site),
-        ),
+        "problems": problems(queues, workers, reading.error, waits.due, found.value, alone),
         "findings_taken": found.taken,
         "findings_error": found.error,
         "workers": len(answers),
@@ -140,7 +127,7 @@ def now(asked: Asked) -> dict[str, object]:
         "left_out": waits.left_out,
         "tasks": tasks,
         "queues": for_queues,
-        "due": _due(waits, by),
+        "due": {**_due(waits, by), "step": HORIZONS[horizon][1]},
         "last_hour": _last_hour(site, workers.taken, [*answers.values()]),
     }
 
@@ -148,51 +135,38 @@ def now(asked: Asked) -> dict[str, object]:
 def _look(site: Site, horizon: str) -> Waits:
     """Count the tracked tasks, and find out which of those that are due are held."""
     start, (length, step) = wall_clock.now(), HORIZONS[horizon]
-    edges = aligned(start, start + length, step, site.app.timezone)
+    steps = aligned(start, start + length, step, site.app.timezone)
+    edges = [start, *(each for each in steps if start < each < start + length), start + length]
     asked = [milliseconds_of(each) for each in (start, start + HOUR, *edges[1:])]
     instants = sorted({*asked})
     found = site.delays.registry.index.summary(instants)
     places = [instants.index(each) for each in asked]
     kinds = [each._replace(before=[each.before[at] for at in places]) for each in found.kinds]
-    return Waits(edges, kinds, found.left_out, *_held(site, kinds, start))
+    return Waits(edges, kinds, found.left_out, _is_due(site, kinds, start))
 
 
-def _held(
-    site: Site, kinds: Sequence[KindCounts], start: datetime
-) -> tuple[Counter[Kind], Counter[Kind], Due]:
-    """Return how many due tasks of each kind are held, how many are overdue, and both together."""
-    registry, paused = site.delays.registry, site.delays.paused()
-    held, by_pause, running = Counter[Kind](), dict.fromkeys(paused, 0), Counter[Kind]()
+def _is_due(site: Site, kinds: Sequence[KindCounts], start: datetime) -> Due:
+    """Return what is due, and is overdue or held."""
+    registry, running = site.delays.registry, Counter[Kind]()
+    paused = {each: Counter[Kind]() for each in site.delays.paused()}
     for kind, number in ((each.kind, each.before[0]) for each in kinds if each.before[0]):
-        pause = next((each for each in paused if _holds(each, kind)), None)
-        if pause is None:
-            running[kind] = number
-        else:
-            held[kind] = number
-            by_pause[pause] += number
+        is_held = (each for each in paused if each.task == kind.task or each.queue == kind.queue)
+        pause = next(is_held, None)
+        (running if pause is None else paused[pause])[kind] = number
     wanted = Filter(kinds=frozenset(running), due_before_ms=milliseconds_of(start))
     parts = registry.index.parts(wanted, most=MOST_DUE) if running else ()
     due = [task for part in parts for task in part.tasks]
     states = registry.jobs.states({(each.job, "") for each in due if each.job is not None})
-    is_open = [states.get((each.job or "", "")) is JobState.OPEN for each in due]
-    for_job = [*compress(due, is_open)]
-    late = [
-        each
-        for each, waits in zip(due, is_open, strict=True)
-        if not waits and (start - each.due).total_seconds() > ON_ITS_WAY
-    ]
-    held.update(Kind(each.task, each.queue) for each in for_job)
+    late, jobs = list[Pending](), defaultdict[str, Counter[Kind]](Counter)
+    for task in due:
+        if task.job is not None and states.get((task.job, "")) is JobState.OPEN:
+            jobs[task.job][Kind(task.task, task.queue)] += 1
+        elif (start - task.due).total_seconds() > ON_ITS_WAY:
+            late.append(task)
     overdue = Counter(Kind(each.task, each.queue) for each in late)
     if len(due) == MOST_DUE:
-        overdue = running - held
-    names = Counter(kind.task for kind in overdue.elements())
-    jobs = Counter(str(each.job) for each in for_job)
-    first = min((each.due for each in late), default=None)
-    return held, overdue, Due(names, first, by_pause, jobs)
-
-
-def _holds(pause: Paused, kind: Kind) -> bool:
-    return pause.task == kind.task if pause.task is not None else pause.queue == kind.queue
+        overdue = running - sum(jobs.values(), Counter())
+    return Due(overdue, min((each.due for each in late), default=None), paused, jobs)
 
 
 class Row(NamedTuple):
@@ -205,6 +179,7 @@ class Row(NamedTuple):
         in_an_hour: How many are due within an hour.
         overdue: How many should have arrived, and nothing holds them.
         held: How many are due, and are held by a pause or an open job.
+        job_open: How many of these by an open job.
         cancelled: How many are cancelled, and their messages wait until they are due.
         late: How many seconds late 99 of 100 have come at most, in words; empty if it is not known.
     """
@@ -215,13 +190,16 @@ class Row(NamedTuple):
     in_an_hour: int
     overdue: int
     held: int
+    job_open: int
     cancelled: int
     late: str
 
 
 def _rows(waits: Waits, by: str, late: Mapping[str, str]) -> list[Row]:
-    """Return a row for each name of tasks or queue, the one with the most tasks first."""
-    rows = []
+    """Return a row for each name of tasks or queue: first if tasks are overdue or held."""
+    rows, due = list[Row](), waits.due
+    job_open = sum(due.jobs.values(), Counter[Kind]())
+    held = sum(due.paused.values(), job_open)
     for name, kinds in _groups(waits, by).items():
         nexts = [each.next_due_ms for each in kinds if each.next_due_ms is not None]
         rows.append(
@@ -230,13 +208,17 @@ def _rows(waits: Waits, by: str, late: Mapping[str, str]) -> list[Row]:
                 sum(each.total for each in kinds),
                 instant_of(min(nexts)) if nexts else None,
                 sum(each.before[1] - each.before[0] for each in kinds),
-                sum(waits.overdue[each.kind] for each in kinds),
-                sum(waits.held[each.kind] for each in kinds),
+                sum(due.overdue[each.kind] for each in kinds),
+                sum(held[each.kind] for each in kinds),
+                sum(job_open[each.kind] for each in kinds),
                 sum(each.cancelled for each in kinds),
                 late.get(name, ""),
             )
         )
-    return sorted(rows, key=lambda each: (-each.waiting, each.name))
+    return sorted(
+        rows,
+        key=lambda each: (not (each.overdue or each.held), -each.in_an_hour, -each.waiting),
+    )
 
 
 def _groups(waits: Waits, by: str) -> Mapping[str, list[KindCounts]]:

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple, get_args
+from urllib.parse import urlencode
 
 from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked
+from celery_rabbitdelay.registry.index import Kind
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.site import Glance
@@ -47,16 +49,16 @@ class Due(NamedTuple):
     """What of the tracked tasks is due and has not arrived.
 
     Attributes:
-        overdue: How many tasks of each name should have arrived, and nothing holds them.
+        overdue: How many tasks of each kind should have arrived, and nothing holds them.
         first: When the first of these was due; None if there is none.
-        paused: How many tasks each pause holds.
-        jobs: How many wait for the commit of each job, by its name.
+        paused: How many tasks of each kind each pause holds.
+        jobs: How many of each kind wait for the commit of each job, by its name.
     """
 
-    overdue: Counter[str]
+    overdue: Counter[Kind]
     first: datetime | None
-    paused: Mapping[Paused, int]
-    jobs: Counter[str]
+    paused: Mapping[Paused, Counter[Kind]]
+    jobs: Mapping[str, Counter[Kind]]
 
 
 def things(count: int, one: str, many: str = "") -> str:
@@ -82,10 +84,11 @@ def problems(
         found: What ``verify`` has found; None if that is not known.
         unserved: The queues that tasks wait for, and nobody takes from.
     """
+    named = {kind.queue for kind in due.overdue}
     all_of_them = [
         *_of_servers(queues, registry_error),
-        *_of_workers(queues, workers, unserved),
-        *_of_tasks(due),
+        *_of_workers(queues, workers, [each for each in unserved if each not in named]),
+        *_of_tasks(due, unserved),
         *_of_findings(found),
     ]
     return sorted(all_of_them, key=lambda each: get_args(Severity).index(each.severity))
@@ -127,8 +130,8 @@ def _of_workers(
         words = "No worker serves distribution: tasks that are due stand still"
         yield Problem("danger", words, page="workers")
     elif unserved:
-        rest = f"and {len(unserved) - 1:,} more" if len(unserved) > 1 else ""
-        yield Problem("danger", "No worker takes from queue", unserved[0], rest, "workers")
+        about = _named(Counter(unserved))
+        yield Problem("danger", "No worker takes from queue", about, page="workers")
     for name, answer in sorted(answers.items()):
         if "error" in answer:
             yield Problem("warning", "A worker cannot tell how it is", name, "workers")
@@ -148,26 +151,36 @@ def _of_probes(answers: Iterable[Mapping[str, Any]]) -> Iterator[Problem]:
         yield Problem("danger", words, level, "levels")
 
 
-def _of_tasks(due: Due) -> Iterator[Problem]:
+def _of_tasks(due: Due, unserved: Sequence[str]) -> Iterator[Problem]:
     if due.overdue:
+        names, alone = Counter[str](), Counter[str]()
+        for kind, number in due.overdue.items():
+            names[kind.task] += number
+            if kind.queue in unserved:
+                alone[kind.queue] += number
+        cause = f"; no worker takes from queue {_named(alone)}" if alone else ""
         since = "" if due.first is None else f"; the first was due {shown.left(due.first)}"
-        words = things(due.overdue.total(), "task is overdue:", "tasks are overdue:")
-        yield Problem("danger", words, *_first(due.overdue, since), "waiting", "q=state:overdue")
-    for each, count in due.paused.items():
-        kind, name = ("task", each.task) if each.task is not None else ("queue", each.queue)
+        words, about = things(names.total(), "task overdue:", "tasks overdue:"), _named(names)
+        yield Problem("danger", words, f"{about}{cause}", since, "waiting", "q=state:overdue")
+    for each, kinds in due.paused.items():
+        what = f"task {each.task}" if each.task is not None else f"queue {each.queue}"
         ends = "" if each.until is None else f", resumes {shown.left(each.until)}"
-        rest = f"; the {kind} was paused {shown.left(each.since)}{ends}"
-        words = f"{things(count, 'task')} held:"
-        yield Problem("warning", words, name or "", rest, "pauses", shape="held")
+        words = things(kinds.total(), "task held:", "tasks held:")
+        rest = f" ({shown.left(each.since)}{ends})"
+        yield Problem("warning", words, f"{what} is paused", rest, "pauses", shape="held")
     if due.jobs:
-        words = things(due.jobs.total(), "task waits for its job:", "tasks wait for their job:")
-        yield Problem("warning", words, *_first(due.jobs), "jobs", shape="job-open")
+        jobs = Counter({job: kinds.total() for job, kinds in due.jobs.items()})
+        words = things(jobs.total(), "task held until job", "tasks held until job")
+        about, page, fields = _named(jobs), "jobs", ""
+        if len(jobs) == 1 and len(about) <= shown.MOST_IN_ADDRESS:
+            page, fields = "jobs/one", urlencode({"name": about}, errors="surrogatepass")
+        yield Problem("note", words, about, " is committed", page, fields, "job-open")
 
 
-def _first(counts: Counter[str], rest: str = "") -> tuple[str, str]:
+def _named(counts: Counter[str]) -> str:
     """Return the name that has the most, and how many others there are."""
     others = len(counts) - 1
-    return counts.most_common(1)[0][0], f"{f'and {others:,} more' if others else ''}{rest}"
+    return f"{counts.most_common(1)[0][0]}{f' and {others:,} more' if others else ''}"
 
 
 def _of_findings(found: Verification | None) -> Iterator[Problem]:

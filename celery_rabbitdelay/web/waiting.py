@@ -27,9 +27,9 @@ ORDERS: Final = {"state": (*STATES, CANCELLED), "due": tuple(SOON)}
 LABELS: Final = {
     "": "routed by an exchange",
     "job-open": "job open",
-    "<1h": "within an hour",
-    "<1d": "within a day",
-    "<7d": "within a week",
+    "<1h": "now or within an hour",
+    "<1d": "now or within a day",
+    "<7d": "now or within a week",
 }
 
 #: How many jobs, the newest ones, are proposed.

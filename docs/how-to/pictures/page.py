@@ -371,7 +371,7 @@ def sign_in(tab: Tab) -> None:
     tab.fill("Name", USER)
     tab.fill("Password", PASSWORD)
     tab.press("Sign in")
-    tab.see("What waits")
+    tab.see("Waiting tasks")
 
 
 def main(folder: Path, pictures: list[Picture], *, whole: bool) -> None:

@@ -140,9 +140,11 @@ def test_now_says_what_waits_by_task_and_queue_and_when_it_is_due(
     other = Browser(application(shop))
     told = other.json("/now")
     assert [told["tasks"][0][each] for each in ("waiting", "overdue", "held")] == [4, 1, 0]
-    assert "1 task is overdue:" in [each["words"] for each in told["problems"]]
+    cause = f"look; no worker takes from queue {queue}"
+    (overdue,) = [each for each in told["problems"] if each["page"] == "waiting"]
+    assert (overdue["words"], overdue["about"]) == ("1 task overdue:", cause)
     shown = read(other.get("/now").text).text
-    assert "1 task is overdue: look" in " ".join(shown.split())
+    assert f"1 task overdue: {cause}" in " ".join(shown.split())
 
 
 def test_twenty_viewers_of_now_cost_what_one_does(
@@ -178,7 +180,7 @@ def test_what_a_pause_or_an_open_job_holds_is_not_called_overdue(
         told = Browser(application(shop)).json("/now")
         (row,) = told["tasks"]
         of_tasks = [
-            each for each in told["problems"] if each["page"] in ("waiting", "pauses", "jobs")
+            each for each in told["problems"] if each["page"] in ("waiting", "pauses", "jobs/one")
         ]
         return (
             row["overdue"],
@@ -186,11 +188,12 @@ def test_what_a_pause_or_an_open_job_holds_is_not_called_overdue(
             [f"{each['words']} {each['about']}" for each in of_tasks],
         )
 
-    waits, overdue = f"2 tasks wait for their job: {job}", "1 task is overdue: look"
+    waits = f"2 tasks held until job {job}"
+    overdue = f"1 task overdue: look; no worker takes from queue {queue}"
     assert counts() == (1, 2, [overdue, waits])
     for name, value in (("queue", queue), ("task", "look")):
         delays.pause(**{name: value})
-        assert counts() == (0, 3, [f"3 tasks held: {value}"])
+        assert counts() == (0, 3, [f"3 tasks held: {name} {value} is paused"])
         delays.resume(**{name: value})
     delays.abort_job(job)
     assert counts()[:2] == (3, 0)
@@ -279,7 +282,11 @@ def test_beside_the_list_what_matches_is_counted_by_the_terms_that_narrow_it(
         "state": {"waiting": 6},
         "task": {"look": 5, "note": 1},
         "queue": {queue: 6},
-        "due": {"within an hour": 3, "within a day": 5, "within a week": 6},
+        "due": {
+            "now or within an hour": 3,
+            "now or within a day": 5,
+            "now or within a week": 6,
+        },
         "job": {job: 3},
     }
     told = browser.json("/waiting")

@@ -76,7 +76,7 @@ def signed_in(open_tab: Callable[..., Tab], page: ServedPage) -> Tab:
     tab = open_tab(page, OPERATOR)
     tab.go("/now")
     sign_in(tab)
-    tab.see("What waits")
+    tab.see("Waiting tasks")
     tab.complaints(UNKNOWN)
     return tab
 
@@ -285,7 +285,7 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
 
     tab.go("/now")
     sign_in(tab)
-    tab.see("What waits")
+    tab.see("Waiting tasks")
     with Worker(served.configuration, [], "-n", HOSTILE_WORKER):
         tab.go("/workers")
         tab.see("onerror='window.hacked = 5'")

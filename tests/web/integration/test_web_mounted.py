@@ -113,7 +113,7 @@ def test_below_its_path_the_page_is_whole_and_all_other_paths_are_the_applicatio
             ("rabbitdelay", "/tasks"),
             ("rabbitdelay-known", "/tasks"),
         }
-        assert "There is no such page" in client.get("/tasks/nowhere").text
+        assert "Page not found" in client.get("/tasks/nowhere").text
         assert server.not_found in client.get("/nowhere").text
         all_that_its_pages_link_is_below_its_path(server, client)
         a_task_is_cancelled_with_the_form_of_its_page(shop, client)

@@ -42,18 +42,26 @@ def test_gridlines_are_few_and_the_last_one_is_not_exceeded(most: float) -> None
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "expected"),
+    ("grid", "unit", "expected"),
     [
-        (0, "", "0"),
-        (1200, "", "1,200"),
-        (25_000, "", "25k"),
-        (3_500_000, "", "3.5M"),
-        (0.5, "s", "0.5 s"),
-        (20_000, "s", "20,000 s"),
+        ([0, 600, 1200], "", ["0", "600", "1,200"]),
+        ([0, 5_000, 10_000, 15_000], "", ["0", "5k", "10k", "15k"]),
+        ([0, 500_000, 3_500_000], "", ["0", "0.5M", "3.5M"]),
+        ([0, 0.5], "s", ["0 s", "0.5 s"]),
+        ([0, 20_000], "s", ["0 s", "20,000 s"]),
     ],
 )
-def test_numbers_of_an_axis_are_short(value: float, unit: str, expected: str) -> None:
-    assert charts.number_label(value, unit) == expected
+def test_numbers_of_an_axis_are_short_and_alike(
+    grid: list[float], unit: str, expected: list[str]
+) -> None:
+    assert charts.number_labels(grid, unit) == expected
+
+
+def test_a_week_has_a_label_for_today_in_the_middle_of_what_is_left_of_the_day() -> None:
+    start = datetime(2026, 11, 29, 9, tzinfo=UTC)
+    first, *_, last = charts.times(start, start + 7 * DAY, UTC)
+    assert first == (start + timedelta(hours=7.5), "Today")
+    assert last == (datetime(2026, 12, 5, 12, tzinfo=UTC), "Sat 5")
 
 
 @given(INSTANTS, st.sampled_from(STEPS), st.sampled_from(ZONES))

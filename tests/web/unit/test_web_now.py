@@ -25,10 +25,11 @@ EDGES = [START + timedelta(minutes=each) for each in range(3)]
 
 MAIL, EXPORT = Kind("mail.send", "mail"), Kind("export", "")
 
+NOTHING_DUE = Due(Counter(), None, {}, {})
+
 
 def waits(*kinds: KindCounts, **more: Any) -> Waits:
-    due = Due(Counter(), None, {}, Counter())
-    return Waits(EDGES, [*kinds], 0, Counter(), Counter(), due)._replace(**more)
+    return Waits(EDGES, [*kinds], 0, NOTHING_DUE._replace(**more))
 
 
 def test_a_row_adds_up_the_kinds_of_its_name() -> None:
@@ -36,18 +37,19 @@ def test_a_row_adds_up_the_kinds_of_its_name() -> None:
         KindCounts(MAIL, 10, 7_000, 2, [3, 7, 4, 5]),
         KindCounts(MAIL._replace(queue="bulk"), 5, 5_000, 1, [0, 1, 0, 1]),
         KindCounts(EXPORT, 20, None, 0, [20, 20, 20, 20]),
-        held=Counter({MAIL: 1}),
+        paused={Paused("mail.send", None, START): Counter({MAIL: 1})},
+        jobs={"import": Counter({MAIL: 3})},
         overdue=Counter({MAIL: 2}),
     )
-    export, mail = now._rows(found, "task", {"export": "≤ 1 s"})
+    mail, export = now._rows(found, "task", {"export": "≤ 1 s"})
     assert (export.name, export.waiting, export.next_due, export.late) == (
         "export",
         20,
         None,
         "≤ 1 s",
     )
-    assert mail == ("mail.send", 15, datetime.fromtimestamp(5, UTC), 5, 2, 1, 3, "")
-    assert [each.name for each in now._rows(found, "queue", {})] == ["", "mail", "bulk"]
+    assert mail == ("mail.send", 15, datetime.fromtimestamp(5, UTC), 5, 2, 4, 3, 3, "")
+    assert [each.name for each in now._rows(found, "queue", {})] == ["mail", "bulk", ""]
 
 
 def test_a_histogram_has_the_largest_series_and_one_of_all_others() -> None:
@@ -99,9 +101,6 @@ def look(**more: Any) -> Reading[Glance]:
     return Reading(Glance(status._replace(**more), {}), wall_clock.now())
 
 
-NOTHING_DUE = Due(Counter(), None, {}, Counter())
-
-
 def words(
     queues: Reading[Glance] | None = None,
     workers: Reading[Glance] | None = None,
@@ -139,7 +138,9 @@ def test_what_servers_and_workers_say_is_known_without_the_management_api() -> N
     assert words(registry_error="away") == [("danger", "Redis cannot be asked", "away")]
     nobody = [("danger", "No worker answers", "")]
     assert words(workers=look(workers={}), unserved=("mail",)) == nobody
-    assert words(unserved=("mail", "bulk")) == [("danger", "No worker takes from queue", "mail")]
+    assert words(unserved=("mail", "bulk")) == [
+        ("danger", "No worker takes from queue", "mail and 1 more")
+    ]
     assert words(workers=Reading(error="no reply")) == [
         ("danger", "The workers cannot be asked", "no reply")
     ]
@@ -153,22 +154,28 @@ def test_what_servers_and_workers_say_is_known_without_the_management_api() -> N
 def test_tasks_that_are_due_are_named_with_what_holds_them() -> None:
     since = wall_clock.now() - timedelta(minutes=3)
     pauses = {
-        Paused("mail.send", None, since): 1,
-        Paused(None, "bulk", since, since + timedelta(hours=1)): 0,
+        Paused("mail.send", None, since): Counter({MAIL: 1}),
+        Paused(None, "bulk", since, since + timedelta(hours=1)): Counter[Kind](),
     }
-    due = Due(Counter({"export": 2, "mail.send": 1}), since, pauses, Counter({"import": 4}))
-    found = problems(look(), look(), None, due, None, ())
-    sentences = [
-        f"{each.words} {each.about} {each.rest}".replace(" ;", ";").strip() for each in found
+    due = Due(Counter({EXPORT: 2, MAIL: 1}), since, pauses, {"import 1": Counter({EXPORT: 4})})
+    found = problems(look(), look(), None, due, None, ["mail"])
+    assert [f"{each.words} {each.about}{each.rest}" for each in found] == [
+        (
+            "3 tasks overdue: export and 1 more; no worker takes from queue mail"
+            "; the first was due 3 min ago"
+        ),
+        "1 task held: task mail.send is paused (3 min ago)",
+        "0 tasks held: queue bulk is paused (3 min ago, resumes in 57 min)",
+        "4 tasks held until job import 1 is committed",
     ]
-    assert sentences == [
-        "3 tasks are overdue: export and 1 more; the first was due 3 min ago",
-        "1 task held: mail.send; the task was paused 3 min ago",
-        "0 tasks held: bulk; the queue was paused 3 min ago, resumes in 57 min",
-        "4 tasks wait for their job: import",
-    ]
-    assert [each.page for each in found] == ["waiting", "pauses", "pauses", "jobs"]
-    assert [each.fields for each in found] == ["q=state:overdue", "", "", ""]
+    assert [each.page for each in found] == ["waiting", "pauses", "pauses", "jobs/one"]
+    assert [each.fields for each in found] == ["q=state:overdue", "", "", "name=import+1"]
+    due = due._replace(
+        overdue=Counter({EXPORT: 1}), jobs={"a": Counter({MAIL: 2}), "b": Counter({MAIL: 1})}
+    )
+    unserved, overdue, *_, of_jobs = problems(look(), look(), None, due, None, ["mail"])
+    assert [unserved.about, overdue.about] == ["mail", "export"]
+    assert (of_jobs.page, of_jobs.about) == ("jobs", "a and 1 more")
 
 
 def test_findings_are_told_unless_they_are_notes_or_known_at_once() -> None:
