@@ -100,10 +100,11 @@ def confirm_all(asked: Asked) -> dict[str, object]:
     # Before the count: what is sent meanwhile stays.
     end = instant_of(asked.with_registry.registry.now_ms() + 1)
     search = Search.of(asked, end)
-    _, count, may_be_more = search.counted()
+    read, count, may_be_more = search.counted()
+    tasks = (read or search.found(None, SHOWN)).tasks[:SHOWN]
     back = f"waiting?{asked.fields.address(action=None)}"
     told = {"sent_before": end, "count": count, "may_be_more": may_be_more, "back": back}
-    return {**_question(asked, search, search.found(None, SHOWN).tasks), "ids": [], **told}
+    return {**_question(asked, search, tasks), "ids": [], **told}
 
 
 def _question(asked: Asked, search: Search, tasks: list[Pending]) -> dict[str, object]:

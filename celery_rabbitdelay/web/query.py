@@ -15,9 +15,8 @@ from celery_rabbitdelay.levels.delay import milliseconds_of, parse_delay
 from celery_rabbitdelay.registry.index import Filter, Kind, Pending
 from celery_rabbitdelay.web.asked import Wrong
 
-#: The states of a task that is listed, and that of tasks which are only counted.
+#: The states of a task that waits.
 STATES: Final = ("waiting", "held", "overdue", "job-open")
-CANCELLED: Final = "cancelled"
 
 _INSTANTS: Final = "<2h, >1d, today, 2030-01-31, 2030-01-31T09:00, or 2030-01-31..2030-02-02"
 
@@ -28,7 +27,7 @@ NAMES: Final = {
     "key": "takes a key; * stands for any text: key:order:4711*",
     "job": "takes the name of a job; * stands for any text: job:import-*",
     "id": "takes the id of a task",
-    "state": f"takes one of {', '.join((*STATES, CANCELLED))}",
+    "state": f"takes one of {', '.join(STATES)}; waiting means not yet due",
     "due": f"takes {_INSTANTS}",
     "sent": f"takes {_INSTANTS}; <2h is less than two hours ago",
 }
@@ -148,7 +147,7 @@ class Query(NamedTuple):
             Wrong: There is no such state.
         """
         states = {"*".join(each.parts): each for each in self.named("state")}
-        for wrong in states.keys() - {*STATES, CANCELLED}:
+        for wrong in states.keys() - {*STATES}:
             raise Wrong(str(states[wrong]), NAMES["state"])
         return {*states}
 
@@ -213,11 +212,17 @@ class Known(NamedTuple):
 
     def state(self, task: Pending) -> str:
         """Return the state of a task that waits: one of :data:`STATES`."""
-        if task.due >= self.now:
-            return "waiting"
-        if task.job in self.open_jobs:
-            return "job-open"
-        return "held" if self.is_paused(Kind(task.task, task.queue)) else "overdue"
+        is_paused = self.is_paused(Kind(task.task, task.queue))
+        return state_of(task.due, self.now, task.job in self.open_jobs, is_paused)
+
+
+def state_of(due: datetime, now: datetime, is_job_open: bool, is_paused: bool) -> str:
+    """Return the state of a task that waits: one of :data:`STATES`."""
+    if due >= now:
+        return "waiting"
+    if is_job_open:
+        return "job-open"
+    return "held" if is_paused else "overdue"
 
 
 def filter_of(query: Query, known: Known) -> Filter:

@@ -13,19 +13,17 @@ from typing import Final, NamedTuple, Self, TypeAlias
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import ALL_KINDS, Filter, Kind, KindCounts, Pending, Summary
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.registry.pauses import LATEST_MS
 from celery_rabbitdelay.registry.record import Said, record_of
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.options import Options
-from celery_rabbitdelay.web.query import CANCELLED, Known, Query, Span, filter_of, kinds_of
+from celery_rabbitdelay.web.query import Known, Query, Span, filter_of, kinds_of
 
 #: How many records one page of a search reads at most, where no index holds just the tasks that
 #: match; and how many together with the arguments.
-MOST_READ, MOST_READ_WHOLE = 2_000, 1_000
+MOST_READ, MOST_READ_WHOLE = 1_000, 500
 
 #: How many jobs, the newest ones, are looked at; and how many are counted beside a search.
 MOST_JOBS, COUNTED_JOBS = 1_000, 8
@@ -40,49 +38,25 @@ Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
 Counts: TypeAlias = Mapping[str, Counter[str]]
 
 
-class Place(NamedTuple):
-    """A place in the order of the tasks that wait: behind one of them.
-
-    Attributes:
-        due_ms: When that task is due, in milliseconds since 1970-01-01 UTC.
-        task_id: Its id.
-    """
-
-    due_ms: int
-    task_id: str
-
-    @classmethod
-    def of(cls, text: str) -> Self | None:
-        """Read what ``str`` returns; None if it is something else."""
-        due_ms, colon, task_id = text.partition(":")
-        return cls(int(due_ms), task_id) if colon and is_digits(due_ms, LATEST_MS) else None
-
-    @classmethod
-    def behind(cls, task: Pending) -> Self:
-        """Return the place behind a task."""
-        return cls(milliseconds_of(task.due), task.task_id)
-
-    def __str__(self) -> str:
-        return f"{self.due_ms}:{self.task_id}"
-
-
 class Found(NamedTuple):
     """One page of a search.
 
     Attributes:
         tasks: The tasks, the next one first.
-        next: Where the next page begins; None if this is the last one. With it, a page may have
-            fewer tasks than asked for, or none: as many were read for it as are read at once.
+        next: When the last task before the next page is due, in milliseconds since 1970-01-01 UTC,
+            and its id; None if this is the last page. With it, a page may have fewer tasks than
+            asked for, or none: as many were read for it as are read at once.
     """
 
     tasks: list[Pending]
-    next: Place | None
+    next: tuple[int, str] | None
 
     def first(self, most: int) -> Found:
         """Return the first tasks as a page."""
         if len(self.tasks) <= most:
             return self
-        return Found(self.tasks[:most], Place.behind(self.tasks[most - 1]))
+        last = self.tasks[most - 1]
+        return Found(self.tasks[:most], (milliseconds_of(last.due), last.task_id))
 
 
 @dataclass(frozen=True)
@@ -145,11 +119,11 @@ class Search:
         kinds = kinds_of(self.query, self.known)
         return sum(each.cancelled for each in self.summary.kinds if each.kind in kinds)
 
-    def found(self, after: Place | None, most: int) -> Found:
+    def found(self, after: tuple[int, str] | None, most: int) -> Found:
         """Return tasks that match, the next one first, without reading all of them.
 
         Args:
-            after: Where to begin; None: at the first one.
+            after: Behind which task to begin: when it is due, and its id; None: at the first one.
             most: At most so many.
 
         Raises:
@@ -164,7 +138,7 @@ class Search:
             tasks += part.tasks
             if len(tasks) > most:
                 return Found(tasks, None).first(most)
-            read, last = read + part.read, Place(*part.last)
+            read, last = read + part.read, part.last
         return Found(tasks, last if read >= most_read else None)
 
     def counted(self) -> tuple[Found | None, int, bool]:
@@ -181,7 +155,6 @@ class Search:
     def counts(self, found: Found | None) -> Counts:
         """Return how many tasks match and have a value: of those that were read, or of all."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)
-        counts["state"][CANCELLED] = self.cancelled
         known, now_ms = self.known, milliseconds_of(self.known.now)
         for task in () if found is None else found.tasks:
             counts["state"][known.state(task)] += 1

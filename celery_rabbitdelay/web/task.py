@@ -18,7 +18,7 @@ from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task, record_of
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked
-from celery_rabbitdelay.web.query import Term
+from celery_rabbitdelay.web.query import Term, state_of
 from celery_rabbitdelay.web.site import STATUS_PERIOD
 
 #: What is said of a task that does not wait.
@@ -52,7 +52,10 @@ def story(asked: Asked) -> dict[str, object]:
         for each in delays.paused()
         if (each.task or found.task) == found.task and (each.queue or found.queue) == found.queue
     ]
-    state = _state(found, bool(pauses))
+    state = found.state
+    if found.due is not None:
+        is_job_open = found.job_state == "open"
+        state = state_of(found.due, wall_clock.now(), is_job_open, bool(pauses))
     args, kwargs = (
         site.options.shown(found.task or "", text) for text in (found.args, found.kwargs)
     )
@@ -64,17 +67,6 @@ def story(asked: Asked) -> dict[str, object]:
         "why_not_run": reasons(asked, found, pauses),
         "history": list(_history(found, first_due, state)),
     }
-
-
-def _state(task: KnownTask, is_paused: bool) -> str:
-    """Return the state of a task: as the registry has it, or if it waits, one of a search."""
-    if task.state != TaskState.WAITING.value:
-        return task.state
-    if task.due is None or task.due > wall_clock.now():
-        return "waiting"
-    if task.job_state == "open":
-        return "job-open"
-    return "held" if is_paused else "overdue"
 
 
 class Event(NamedTuple):
@@ -116,7 +108,7 @@ def _history(task: KnownTask, first_due: datetime | None, state: str) -> Iterato
     where = {name: count for name, count in task.may_be_in.items() if name in names}
     instants = [(task.due, "Due", queue)]
     if first_due < task.due:
-        words = "First due: a worker puts it back, because it is postponed"
+        words = "Original due time: a worker delays it again"
         instants.insert(0, (first_due, words, {}))
     yield from (Event("past", *each) for each in instants if each[0] <= now)
     yield Event("here", None, here, where)

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.registry.index import Pending
+from celery_rabbitdelay.registry.pauses import LATEST_MS
 from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.web.asked import Asked, Wrong
-from celery_rabbitdelay.web.query import CANCELLED, NAMES, STATES, Term, completions
-from celery_rabbitdelay.web.search import SOON, Counts, Place, Search
+from celery_rabbitdelay.web.query import NAMES, STATES, Term, completions
+from celery_rabbitdelay.web.search import SOON, Counts, Search
 from celery_rabbitdelay.web.shown import MOST_IN_ADDRESS
 from celery_rabbitdelay.web.site import STATUS_PERIOD
 from celery_rabbitdelay.web.task import ENDED
@@ -18,14 +20,18 @@ from celery_rabbitdelay.web.task import ENDED
 #: How many tasks a page has unless it says so, and at most.
 PAGE, MOST = 50, 500
 
-#: How many values of a term are counted, the most frequent ones; how many names are proposed.
-COUNTED, SIMILAR = 8, 5
+#: How many tasks a person may have seen, page by page.
+MOST_SHOWN: Final = 10**9
+
+#: How many values of a term are counted, the most frequent ones.
+COUNTED: Final = 8
 
 #: The terms that are counted beside the list, the order of some values, and what stands for some.
 FACETS: Final = ("state", "task", "queue", "due", "job")
-ORDERS: Final = {"state": (*STATES, CANCELLED), "due": tuple(SOON)}
+ORDERS: Final = {"state": ("overdue", "held", "job-open", "waiting"), "due": tuple(SOON)}
 LABELS: Final = {
     "": "routed by an exchange",
+    "waiting": "not yet due",
     "job-open": "job open",
     "<1h": "now or within an hour",
     "<1d": "now or within a day",
@@ -39,17 +45,16 @@ COMPLETED: Final = 50
 def waiting(asked: Asked) -> dict[str, object]:
     """Return the tracked tasks that wait and match, the next one first."""
     fields, search = asked.fields, Search.of(asked)
-    most, after = fields.number("limit", PAGE, MOST), _place(asked)
+    limit, after = fields.number("limit", PAGE, MOST), _place(asked)
+    before = fields.number("so_far", 1, MOST_SHOWN) if "so_far" in fields else 0
+    most = limit - before % limit  # this page may have begun with the tasks of another request
     read, count, may_be_more = None, None, False
     if after is None or not search.needs_records:
         read, count, may_be_more = search.counted()
     found = search.found(after, most) if after or read is None else read.first(most)
-    place = None if found.next is None else str(found.next)
-    is_short = len(found.tasks) < most  # so much was read in vain that the search goes on
-    so_far = len(found.tasks) + (fields.number("so_far", 1, MOST) if "so_far" in fields else 0)
-    rest = fields.address(
-        after=place, limit=str(most - len(found.tasks)), so_far=str(so_far) if so_far else None
-    )
+    place = None if found.next is None else "{}:{}".format(*found.next)
+    so_far = before + len(found.tasks)
+    following = fields.address(after=place, so_far=str(so_far) if so_far else None)
     return {
         "q": str(search.query),
         "count": count,
@@ -58,23 +63,19 @@ def waiting(asked: Asked) -> dict[str, object]:
         "tasks": rows(search, found.tasks),
         "next": place,
         "so_far": so_far,
-        "next_address": place and fields.address(after=place, so_far=None),
-        "rest_address": place and is_short and rest,
-        "searched_until": found.next and instant_of(found.next.due_ms),
+        "limit": limit,
+        "next_address": place and following,
+        # So much was read in vain that the search goes on.
+        "is_short": place is not None and len(found.tasks) < most,
+        "searched_until": found.next and instant_of(found.next[0]),
         "facets": {} if count is None else dict(_facets(asked, search, search.counts(read))),
         "counted": len(read.tasks) if read and read.next else None,
         "cancelled": search.cancelled,
         "unlisted": [] if count else [*_unlisted(search)],
         "arguments_shown": asked.site.options.shows_arguments,
-        "similar": _similar(asked, search) if count == 0 else [],
-        "completions": _completed(asked),
         "language": NAMES,
+        **complete(asked),
     }
-
-
-def complete(asked: Asked) -> dict[str, object]:
-    """Return what a search may become that somebody is typing."""
-    return {"completions": _completed(asked)}
 
 
 def rows(search: Search, tasks: Sequence[Pending]) -> list[dict[str, object]]:
@@ -101,7 +102,7 @@ def _facets(
         for term in (*chosen, *(each for each in terms if each not in chosen)):
             is_on, text = term in chosen, "*".join(term.parts)
             new = query.without(term) if is_on else query.replaced(name, term)
-            address = asked.fields.address(q=str(new), after=None)
+            address = asked.fields.address(q=str(new), after=None, so_far=None)
             links.append(
                 {
                     "value": LABELS.get(text, text),
@@ -121,19 +122,8 @@ def _unlisted(search: Search) -> Iterator[dict[str, str]]:
             yield {"task_id": task_id, "words": ENDED[record.state]}
 
 
-def _similar(asked: Asked, search: Search) -> list[str]:
-    """Return searches for the tasks whose names contain what was looked for in vain."""
-    names = {each.task for each in search.known.kinds} | {*asked.site.app.tasks}
-    own = sorted(each for each in names if not each.startswith("celery."))
-    terms = [*search.query.named("task"), *search.query.named("")][:1]
-    return [
-        each
-        for term in terms
-        for each in completions(f"task:{''.join(term.parts)}", {"task": own})[:SIMILAR]
-    ]
-
-
-def _completed(asked: Asked) -> list[str]:
+def complete(asked: Asked) -> dict[str, object]:
+    """Return what a search may become that somebody is typing."""
     registry = asked.with_registry.registry
 
     def look() -> dict[str, list[str]]:
@@ -143,19 +133,20 @@ def _completed(asked: Asked) -> list[str]:
             "task": sorted({each.task for each in kinds}),
             "queue": sorted({each.queue for each in kinds}),
             "job": [each.name for each in jobs],
-            "state": [*STATES, CANCELLED],
+            "state": [*STATES],
             "due": [*SOON, "today", "tomorrow"],
             "sent": ["<1h", "today", "yesterday"],
         }
 
     values = asked.site.latest("completions", look, STATUS_PERIOD).value
-    return completions(asked.fields.get("q", ""), values or {})
+    return {"completions": completions(asked.fields.get("q", ""), values or {})}
 
 
-def _place(asked: Asked) -> Place | None:
-    text = asked.fields.get("after")
-    if text is None:
+def _place(asked: Asked) -> tuple[int, str] | None:
+    """Return behind which task the page begins: when it is due, and its id."""
+    if "after" not in asked.fields:
         return None
-    if (place := Place.of(text)) is None:
+    due_ms, _, task_id = asked.fields.needed("after").partition(":")
+    if not is_digits(due_ms, LATEST_MS):
         raise Wrong("after", "takes what 'next' of the page before says")
-    return place
+    return int(due_ms), task_id

@@ -146,7 +146,7 @@ def test_a_selection_brings_up_its_actions_which_ask_once_and_lead_back_to_the_s
     tab.see("1 of 1 cancelled")
     assert [state(served, each) for each in (first, second)] == ["waiting", "cancelled"]
     tab.follow("Back to the list")
-    tab.follow("Cancel all that match…")
+    tab.follow("Cancel 1…")
     tab.see("Cancel 1 task?", f"job:{job}")
     tab.press("Cancel 1 task")
     tab.see("Cancelled 1 of 1")
@@ -176,7 +176,7 @@ def test_without_scripts_one_reads_and_acts(served: Any, open_tab: Callable[...,
     with tab.without_scripts():
         tab.go(f"/waiting/task?id={task_id}")
         sign_in(tab)
-        tab.see("waiting", "What it is")
+        tab.see("not yet due", "Details")
         tab.press("Cancel…")
         tab.press("Cancel 1 task")
         tab.see("1 of 1 cancelled")

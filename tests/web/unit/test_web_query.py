@@ -145,7 +145,6 @@ def test_what_is_due_is_held_by_a_pause_or_by_an_open_job_or_overdue() -> None:
             ("state:job-open", job_open),
             ("state:overdue", overdue),
             ("state:waiting state:overdue", f"w{overdue}"),
-            ("state:cancelled", ""),
         ):
             assert "".join(found(text, tasks, **known)) == ids, (text, open_jobs)
     assert {Known(NOW, TOKYO).state(each) for each in tasks} <= set(STATES)
