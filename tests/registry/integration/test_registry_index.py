@@ -10,7 +10,15 @@ import pytest
 
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.registry.decision import Registration, Verdict
-from celery_rabbitdelay.registry.index import Filter, Index, Kind, KindCounts, Pending, shard_of
+from celery_rabbitdelay.registry.index import (
+    Filter,
+    Index,
+    Kind,
+    KindCounts,
+    Pending,
+    Summary,
+    shard_of,
+)
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import wait_for
 from tests.registry.integration.registering import (
@@ -184,6 +192,35 @@ def test_a_summary_counts_each_kind_whatever_becomes_of_its_tasks(
     few = index.summary(instants, most=2)
     assert len(few.kinds) == 2
     assert few.left_out + sum(each.total for each in few.kinds) == len(waiting)
+
+
+def test_a_summary_counts_the_largest_kinds_and_forgets_those_that_are_gone(
+    registry: Registry, index: Index
+) -> None:
+    one, *others = in_one_shard(4)
+    few = due_at(0, one, name="few")
+    many = [due_at(0, each, name="many") for each in others]
+    registry.register([few, *many])
+    told = index.summary([now_ms()], most=1)
+    assert ([each.kind.task for each in told.kinds], told.left_out) == (["many"], 1)
+    for each in (few, *many):
+        assert verdict(registry, each) is Verdict.RUN
+    assert index.summary([now_ms()]) == Summary([], 0)
+    known = registry.store.commands(lambda pipe: pipe.scard([*registry.names.kinds()][7]))
+    assert known == [0]
+
+
+def test_cancelled_tasks_are_counted_until_they_are_due(registry: Registry, index: Index) -> None:
+    soon, later = in_one_shard(2)
+    due_ms = registry.now_ms() + 300
+    registry.register([tracked(soon)._replace(due_ms=due_ms), due_at(0, later)])
+    registry.cancel([soon])
+    wait_for(lambda: registry.now_ms() > due_ms, "its due time")
+    registry.cancel([later])
+    (told,) = index.summary([registry.now_ms()]).kinds
+    assert told.cancelled == 1
+    key = f"{registry.names.prefix}:{{7}}:cancelled:{told.kind.text}"
+    assert registry.store.commands(lambda pipe: pipe.zrange(key, 0, -1)) == [[later]]
 
 
 def test_a_forecast_counts_the_tasks_of_each_step(registry: Registry, index: Index) -> None:
