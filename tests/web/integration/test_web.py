@@ -429,7 +429,7 @@ def test_a_page_says_which_tasks_it_has_and_actions_on_all_come_with_a_search(
 ) -> None:
     send(shop, 3)
     told, shown = browser.json("/waiting", limit="2"), browser.get("/waiting?limit=2").text
-    assert "1\N{EN DASH}2 of 3" in read(shown).text
+    assert "1\N{EN DASH}2 of 3 Next 2" in read(shown).text
     assert "/waiting/all?" not in shown
     address = told["next_address"]
     assert "3\N{EN DASH}3 of 3" in read(browser.get(f"/waiting?{address}").text).text
