@@ -149,7 +149,8 @@ class Query(NamedTuple):
         states = {"*".join(each.parts): each for each in self.named("state")}
         for wrong in states.keys() - {*STATES}:
             raise Wrong(str(states[wrong]), NAMES["state"])
-        return {*states}
+        # A task of an open job is also held.
+        return {*states, *(("job-open",) if "held" in states else ())}
 
     def span(self, name: str, now: datetime, zone: tzinfo) -> Span:
         """Return the span of time that its terms of a name, ``due`` or ``sent``, look for.
@@ -254,7 +255,7 @@ def filter_of(query: Query, known: Known) -> Filter:
     if (sent := query.span("sent", known.now, known.zone)) != (None, None):
         conditions.append(lambda task: sent.has(task.sent))
     if states and states != {"waiting"} and not by_kind:
-        conditions.append(lambda task: _is_in(known.state(task), states))
+        conditions.append(lambda task: known.state(task) in states)
     words = [("", *(part.lower() for part in each.parts), "") for each in query.named("")]
 
     def says(task: Pending, message: str) -> bool:
@@ -340,11 +341,6 @@ def _fits(parts: Sequence[str], text: str) -> bool:
             return False
         at = found + len(each)
     return True
-
-
-def _is_in(state: str, states: Collection[str]) -> bool:
-    """Return whether a state is one of some; a task of an open job is also held."""
-    return state in states or (state == "job-open" and "held" in states)
 
 
 def _span_of(term: Term, now: datetime, zone: tzinfo) -> Span:

@@ -21,7 +21,7 @@ from celery_rabbitdelay.web.task import ENDED
 PAGE, MOST = 50, 500
 
 #: How many tasks a person may have seen, page by page.
-MOST_SHOWN: Final = 10**9
+MOST_SEEN: Final = 10**9
 
 #: How many values of a term are counted, the most frequent ones.
 COUNTED: Final = 8
@@ -46,7 +46,7 @@ def waiting(asked: Asked) -> dict[str, object]:
     """Return the tracked tasks that wait and match, the next one first."""
     fields, search = asked.fields, Search.of(asked)
     limit, after = fields.number("limit", PAGE, MOST), _place(asked)
-    before = fields.number("so_far", 1, MOST_SHOWN) if "so_far" in fields else 0
+    before = fields.number("so_far", 1, MOST_SEEN) if "so_far" in fields else 0
     most = limit - before % limit  # this page may have begun with the tasks of another request
     read, count, may_be_more = None, None, False
     if after is None or not search.needs_records:
