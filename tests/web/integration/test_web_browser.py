@@ -290,6 +290,13 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
         tab.go("/workers")
         tab.see("onerror='window.hacked = 5'")
         look("/workers")
+
+    def has_read() -> bool:
+        """Return whether the page, which reads undeliverable messages rarely, has read ours."""
+        tab.go("/undeliverable")
+        return bool(tab.run("return document.querySelector(\"a[href*='/undeliverable/message']\")"))
+
+    wait_for(has_read, "the undeliverable messages", PATIENCE)
     for text in HOSTILE.values():
         asked, name = quote(text[:5000], safe=""), quote(text[:50], safe="")
         look(f"/waiting/task?id={name}")
