@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
@@ -16,11 +18,12 @@ import httpx
 import pytest
 from kombu import Connection, Queue
 
+from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ATTEMPTS, FAILED_SINCE, FIRST_REASON
 from celery_rabbitdelay.operations.undeliverable import UndeliverableFilter
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.registry.index import Filter, Index, shard_of
+from celery_rabbitdelay.registry.index import Filter, Index, Kind, shard_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application, now, site, task, undeliverable, workers
 from celery_rabbitdelay.web import search as operations
@@ -145,6 +148,63 @@ def test_now_says_what_waits_by_task_and_queue_and_when_it_is_due(
     assert (overdue["words"], overdue["about"]) == ("1 task overdue:", cause)
     shown = read(other.get("/now").text).text
     assert f"1 task overdue: {cause}" in " ".join(shown.split())
+
+
+def test_each_figure_of_now_is_that_of_the_registry_and_the_broker_after_a_thousand_operations(
+    shop: Any, browser: Browser
+) -> None:
+    delays, draw = shop.rabbitdelay, random.Random(51)
+    queues = [named(shop, "default"), named(shop, "second")]
+    of_others = {
+        each.kind: each.cancelled for each in delays.registry.index.summary([wall_clock.ms()]).kinds
+    }
+    waiting, first_hours = dict[str, Kind](), dict[str, float]()
+    cancelled = Counter(of_others)
+    messages = 0
+    for _ in range(1_000):
+        choice, hours = draw.random(), draw.randrange(7) + 0.5
+        if choice < 0.6 or not waiting:
+            kind = Kind(draw.choice(("look", "at")), draw.choice(queues))
+            where = {"queue": kind.queue, "delay": hours * HOUR}
+            task_id = str(shop.tasks[kind.task].apply_async(**where).id)
+            waiting[task_id], first_hours[task_id] = kind, hours
+            messages += 1
+            continue
+        task_id = draw.choice([*waiting])
+        if choice < 0.8:
+            assert delays.cancel(task_id) is Outcome.DONE
+            cancelled[waiting.pop(task_id)] += 1
+        else:
+            assert delays.postpone(task_id, delay=hours * HOUR) is Outcome.DONE
+            messages += hours < first_hours[task_id]  # a second message of it
+            first_hours[task_id] = min(hours, first_hours[task_id])
+    with Connection(shop.conf.broker_url) as connection:
+        counts = queue_counts(connection, delays.topology.digit_queues)
+        in_the_levels = sum(each.messages for each in counts.values() if each is not None)
+    wait_for(lambda: browser.json("/now")["total"] == messages, "the counts")
+    assert in_the_levels <= messages
+
+    told, listed, now = browser.json("/now", horizon="day"), [*delays.pending()], wall_clock.now()
+    assert {each.task_id: Kind(each.task, each.queue) for each in listed} == waiting
+    assert (told["waiting"], told["total"]) == (len(waiting), messages)
+    for by, rows in (("task", told["tasks"]), ("queue", told["queues"])):
+        names = {getattr(kind, by) for kind in (*waiting.values(), *+cancelled)}
+        assert {row["name"] for row in rows if row["waiting"] or row["cancelled"]} == names
+        for row in rows:
+            dues = [each.due for each in listed if getattr(each, by) == row["name"]]
+            of_it = sum(n for kind, n in cancelled.items() if getattr(kind, by) == row["name"])
+            in_an_hour = sum(due < now + timedelta(hours=1) for due in dues)
+            first = min(dues, default=None)
+            figures = {name: row[name] for name in ("waiting", "in_an_hour", "cancelled", "held")}
+            assert figures == {
+                "waiting": len(dues),
+                "in_an_hour": in_an_hour,
+                "cancelled": of_it,
+                "held": 0,
+            }
+            assert (row["next_due"], row["overdue"]) == (first and first.isoformat(), 0)
+    series = {each["name"]: sum(each["counts"]) for each in told["due"]["series"]}
+    assert series == Counter(kind.task for kind in waiting.values())
 
 
 def test_twenty_viewers_of_now_cost_what_one_does(
