@@ -179,13 +179,14 @@ _TEXT: Final = struct.Struct(">cI")
 _LONG: Final = struct.Struct(">cq")
 
 
-def short_string(text: str) -> bytes:
+def short_string(text: str | bytes) -> bytes:
     """Return a text as AMQP's short string.
 
     Raises:
         struct.error: It has more than 255 bytes.
     """
-    value = text.encode("utf-8", "surrogatepass")
+    # What py-amqp could not decode is bytes.
+    value = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     return _BYTE.pack(len(value)) + value
 
 

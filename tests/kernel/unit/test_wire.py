@@ -65,7 +65,7 @@ bodies = (
 @given(
     st.integers(1, 65_535),
     words,
-    words,
+    words | st.binary(max_size=255),
     properties,
     bodies,
     st.just(FRAME_MIN) | st.integers(FRAME_MIN, 3 * FRAME_MIN) | st.just(131_072),
@@ -73,7 +73,7 @@ bodies = (
 def test_the_frames_of_a_message_are_those_of_py_amqp(
     channel: int,
     exchange: str,
-    routing_key: str,
+    routing_key: Any,
     told: dict[str, Any],
     body: bytes | str,
     frame_max: int,
