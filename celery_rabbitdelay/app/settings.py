@@ -219,25 +219,22 @@ _TICK: Final = SettingType(
     "a positive number of seconds, in whole milliseconds, at most 366 days", _is_tick
 )
 
-_KNOWN_MODULES: Final = (CHECK_IN, DISTRIBUTE, *additions.services)
 
-
-def _are_modules(value: object) -> bool:
+def _known_modules() -> tuple[str, ...]:
     # Applications may have added services since this file was imported.
-    known = {CHECK_IN, DISTRIBUTE, *additions.services}
-    return _is_list_of_words(value) and set(value) <= known
+    return CHECK_IN, DISTRIBUTE, *additions.services
 
 
 #: All of them that are installed.
 _INSTALLED_MODULES: Final = tuple(
     name
-    for name in _KNOWN_MODULES
+    for name in _known_modules()
     if all(additions.exists(each) for each in additions.entries if name in each.services)
 )
 
 _MODULES: Final = SettingType(
-    f"a list of any of {', '.join(_KNOWN_MODULES)}, and of the services of your own additions",
-    _are_modules,
+    f"a list of any of {', '.join(_known_modules())}, and of the services of your own additions",
+    lambda value: _is_list_of_words(value) and set(value) <= set(_known_modules()),
 )
 
 _SIGNING_KEY: Final = SettingType(

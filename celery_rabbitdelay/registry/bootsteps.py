@@ -212,7 +212,7 @@ def _waiting(
     None without a registry, or while Redis does not answer.
     """
     delays: Delays | None = getattr(state.app, "rabbitdelay", None)
-    if delays is None or not delays.uses("registry_url"):
+    if delays is None or not (delays.available and delays.uses("registry_url")):
         return []
     index = registry_of(delays).index
     try:

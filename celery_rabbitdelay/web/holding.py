@@ -15,10 +15,10 @@ from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.web.asked import Asked, Wrong
-from celery_rabbitdelay.web.query import Query, Term
+from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import log_action
 
-#: How many jobs are read, the newest ones, and how many of those that match are listed.
+#: The page reads at most so many of the newest jobs, and lists so many of the jobs that match.
 MOST_READ, LISTED = 10_000, 200
 
 #: How old a job may be, by what the page calls it.
@@ -45,7 +45,7 @@ def jobs(asked: Asked) -> dict[str, object]:
     age = fields.one_of("age", ["", *AGES], "")
     of_age = [each for each in found if not age or now - each.opened <= AGES[age]]
     of_state = [each for each in found if state in ("", each.state.value)]
-    chosen = [each for each in of_age if each in of_state]
+    chosen = [each for each in of_age if state in ("", each.state.value)]
     states = Counter(each.state.value for each in of_age)
     ages = {
         name: sum(now - each.opened <= most for each in of_state) for name, most in AGES.items()
@@ -70,7 +70,7 @@ def job(asked: Asked) -> dict[str, object]:
         "name": name,
         "state": None if state is None else state.value,
         "tasks": registry.index.count(Filter(job=name)),
-        "q": str(Query((Term.of("job", name),))),
+        "q": str(Term.of("job", name)),
     }
 
 
@@ -102,12 +102,7 @@ def pauses(asked: Asked) -> dict[str, object]:
         what, name = ("queue", each.queue) if each.task is None else ("task", each.task)
         of_it = [kind for kind in kinds if getattr(kind.kind, what) == name]
         held = sum(kind.before[0] for kind in of_it)
-        told = {
-            "what": what,
-            "name": name,
-            "held": held,
-            "q": str(Query((Term.of(what, str(name)),))),
-        }
+        told = {"what": what, "name": name, "held": held, "q": str(Term.of(what, str(name)))}
         paused.append({**each._asdict(), **told, "ahead": sum(k.total for k in of_it) - held})
     tasks = {*asked.site.app.tasks, *(each.kind.task for each in kinds)}
     queues = {each.kind.queue for each in kinds}

@@ -77,11 +77,8 @@ class Arrivals:
             self._steps = {each: found for each, found in kept if each > step - STEPS}
         number, latest = self._steps.get(step, (0, 0.0))
         self._steps[step] = number + 1, max(late, latest)
-        if task not in self._counts:
-            name = task if len(self._counts) < MOST_TASKS else OTHER
-            counts = self._counts.setdefault(name, [0] * (len(BOUNDS) + 1))
-        else:
-            counts = self._counts[task]
+        name = task if task in self._counts or len(self._counts) < MOST_TASKS else OTHER
+        counts = self._counts.setdefault(name, [0] * (len(BOUNDS) + 1))
         counts[bisect_left(BOUNDS, late)] += 1
 
     def _at(self) -> int:
@@ -110,12 +107,11 @@ class Arrivals:
             status["by_minute"] = [None if each is None else each[1] for each in minutes]
             status["received_by_minute"] = [0 if each is None else each[0] for each in minutes]
             status["late_bounds"] = [*BOUNDS]
-            nothing = [0] * (len(BOUNDS) + 1)
-            status["late_by_task"] = {
-                task: [*map(sum, zip(*(each.get(task, nothing) for each in halves), strict=True))]
-                for halves in [(self._counts, self._former)]
-                for task in {**self._counts, **self._former}
-            }
+            late = {task: [*counts] for task, counts in self._former.items()}
+            for task, counts in self._counts.items():
+                before = late.get(task, [0] * len(counts))
+                late[task] = [*map(sum, zip(before, counts, strict=True))]
+            status["late_by_task"] = late
         return status
 
 
