@@ -1,4 +1,4 @@
-"""The options of a send: their names and types, and a check of those that exclude each other."""
+"""The options of a send: their names and types, and a check for options that conflict."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ WrittenT = TypeVar("WrittenT")
 #: An addition's part in a send, or in a ``send_many``.
 PartT = TypeVar("PartT")
 
-#: The headers of a call that needs none of its own.
+#: No headers, for a call without headers of its own.
 NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
@@ -267,7 +267,7 @@ def checked_added_options(options: Options, delays: Delays) -> OwnOptions:
 
     Raises:
         UnknownOption: The addition does not take the value.
-        RegistryRequired: The option needs a registry, and there is none.
+        RegistryRequired: The option needs a registry, and the application has no registry.
         AdditionMissing: Its folder was deleted.
     """
     given = {name: options[name] for name in additions.options if options.get(name) is not None}
@@ -289,7 +289,7 @@ def parts_of(
         delays: The application's delay levels.
         added: The options that additions have brought.
         ask: Asks an addition, with its own options among these; None if it does nothing.
-        way: What to do if an option would have no effect.
+        way: The advice in the error: how to send without the option.
 
     Raises:
         UnknownOption: An option would have no effect, because its addition does nothing.

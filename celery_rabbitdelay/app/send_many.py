@@ -63,7 +63,7 @@ MAX_ERRORS: Final = 1000
 #: Seconds between two calls of the caller's ``progress``.
 PROGRESS_INTERVAL: Final = 0.5
 
-#: What to do with an option that its addition does nothing for.
+#: The advice in the error about an option that would have no effect.
 NO_PART_IN_ROWS: Final = (
     "would do nothing, because its addition takes no part in send_many: "
     "send each task with apply_async, or leave the option out"

@@ -37,7 +37,7 @@ from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import BACKOFF, RESENDS, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-#: What to do with an option that its addition does nothing for.
+#: The advice in the error about an option that would have no effect.
 NO_PART: Final = "would do nothing, because its addition takes no part in this send: leave it out"
 
 

@@ -74,7 +74,7 @@ class Readings(Generic[_T]):
         self._changed = Condition()
 
     def latest(self, patience: float | None = None) -> Reading[_T]:
-        """Return the latest reading; an empty one if there is none in time.
+        """Return the latest reading, or an empty reading if none is ready in time.
 
         Args:
             patience: Seconds for which this caller waits at most, instead of those of all others.

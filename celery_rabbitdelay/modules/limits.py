@@ -75,8 +75,8 @@ class AllowedDestinations:
         A queue that the configuration names is reached by the default exchange. Without a list, two
         more kinds of destination are allowed: every other exchange, because a producer may name one
         that the worker's application does not know; and the queues that are bound to the delivery
-        exchange, by that exchange. Whoever can put a message into the levels reaches the latter
-        without distribution as well. False means such a queue.
+        exchange, by that exchange. A client that may publish into the levels reaches such a queue
+        without distribution, too. False means such a queue.
 
         Args:
             exchange: The exchange; empty for the default one.
@@ -100,7 +100,7 @@ class AllowedDestinations:
         return exchange != ""
 
     def forbids(self, name: str) -> bool:
-        """Return whether no message may go to a queue or exchange, whoever asks for it."""
+        """Return whether a queue or an exchange is forbidden to all senders."""
         return name in self.never or any(
             fnmatchcase(name, pattern) for pattern in self.never_patterns
         )

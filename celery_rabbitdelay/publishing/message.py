@@ -185,7 +185,7 @@ def short_string(text: str | bytes) -> bytes:
     Raises:
         struct.error: It has more than 255 bytes.
     """
-    # What py-amqp could not decode is bytes.
+    # py-amqp leaves a text that it cannot decode as bytes.
     value = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     return _BYTE.pack(len(value)) + value
 

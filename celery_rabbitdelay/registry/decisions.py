@@ -98,7 +98,7 @@ def pause_ms(away: float) -> int:
 
 
 def may_hold(consumer: Any, number: int) -> bool:
-    """Return whether a worker's prefetch count lets it hold so many messages."""
+    """Return whether a worker's prefetch count allows this number of messages."""
     count: int = consumer.qos.value
     return count == 0 or count >= number
 

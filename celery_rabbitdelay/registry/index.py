@@ -232,9 +232,9 @@ class KindCounts(NamedTuple):
 
     Attributes:
         kind: The kind.
-        total: How many wait, with those that are overdue.
-        next_due_ms: When the first is due of those that are not due at the first of the instants
-            that were asked about; None if there is none.
+        total: How many wait, overdue tasks included.
+        next_due_ms: The due time of the next task, counted from the first instant of the call;
+            None if no such task waits.
         cancelled: How many are cancelled, and their messages are not due at that instant.
         before: How many are due before each of those instants.
     """

@@ -158,8 +158,7 @@ class Registry:
     def now_ms(self) -> int:
         """Return the time by the clock of Redis, in milliseconds since 1970-01-01 UTC.
 
-        Of the clocks of a cluster, the one that is ahead of the others counts: nothing that is
-        registered was sent later.
+        In a cluster, it is the latest time of all servers: no registered task was sent later.
         """
         shards = range(SHARDS if self.store.is_cluster else 1)
         keys = [f"{self.names.prefix}:{{{shard}}}:now" for shard in shards]

@@ -449,7 +449,7 @@ class Records:
         """
         said: Sequence[str | int] = "", "", ""
         if put is not None:
-            # What is listed and not noted is found to be nothing when it is due.
+            # If the edit is not noted, the look at overdue schedules drops the name again.
             self.note_due({name: put.due_ms})
             said = put.instant_ms, put.revision, put.text
         was = (before.order, before.ahead_ms) if before is not None else ("", "")

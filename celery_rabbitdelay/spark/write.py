@@ -117,10 +117,10 @@ Messages: TypeAlias = Sequence[WriterCommitMessage | None]
 
 
 class Names(NamedTuple):
-    """What the tasks of a DataFrame, or of a micro-batch, have in common.
+    """The names that all tasks of a DataFrame, or of a micro-batch, share.
 
     Attributes:
-        job_id: What their ids are derived from.
+        job_id: The text from which the ids of the tasks are derived.
         write: The name of the write, which is its job if there is a registry.
         began_ms: When it began, in milliseconds since 1970-01-01 UTC: rows that were due before
             are past.
@@ -140,7 +140,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
     Args:
         schema: The schema of the rows.
         options: The options.
-        job_id: What ids are derived from; None for what the options say, or a random one.
+        job_id: The text from which ids are derived; None for that of the options, or a random one.
         is_stream: Whether it writes a query.
 
     Attributes:

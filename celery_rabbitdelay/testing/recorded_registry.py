@@ -263,7 +263,7 @@ class _Job:
         job_id: Its id.
         expires_ms: When it turns aborted unless it is committed, in milliseconds since 1970.
         free_ms: Until when no other job can have its name, likewise.
-        ended: What it has become; empty if nobody has ended it.
+        ended: Its state after a commit or an abort; empty before.
     """
 
     job_id: str

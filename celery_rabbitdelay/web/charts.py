@@ -60,7 +60,7 @@ class Bar(NamedTuple):
 
 
 class Column(NamedTuple):
-    """What stands above a step of time.
+    """The column of one step of time.
 
     Attributes:
         x: Its left edge, in percent.

@@ -20,7 +20,7 @@ from celery_rabbitdelay.web.search import Search, Until, all_at, each_by, postpo
 from celery_rabbitdelay.web.site import Does, Verb, Work, in_batches, log_action
 from celery_rabbitdelay.web.waiting import rows
 
-#: What can be decided, and how the log and the pages name it.
+#: The actions, and their names in the log and on the pages.
 ACTIONS: Final = {
     "cancel": Verb("cancelling", "cancelled"),
     "postpone": Verb("postponing", "postponed"),

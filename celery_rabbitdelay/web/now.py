@@ -65,7 +65,7 @@ NEEDS: Final = (
 
 
 class Waits(NamedTuple):
-    """What of the tracked tasks waits.
+    """The counts of the tracked tasks that wait.
 
     Attributes:
         edges: When the steps of the histogram begin, the first one now, and the end of the last
@@ -73,7 +73,7 @@ class Waits(NamedTuple):
         kinds: How many of each kind wait, and are due before now, before an hour is over, and
             before each edge but the first one.
         left_out: How many tasks are of further kinds, which are not counted one by one.
-        due: What of them is due and has not arrived.
+        due: The counts of the tasks that are due and have not arrived.
     """
 
     edges: list[datetime]
