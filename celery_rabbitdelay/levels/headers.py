@@ -126,7 +126,7 @@ X_DELAY: Final = "x-delay"
 #: The latest version of the messages' format that this version of the package reads. A message says
 #: by its header :data:`VERSION` which one it needs; only a version that needs another number writes
 #: the header. Raise it when an older worker would do the wrong thing with a message; see
-#: docs/explanation/versions.md.
+#: docs/how-to/upgrade.md.
 MESSAGE_VERSION: Final = 1
 
 #: The content types of all that this package has ever made, or will make, begin with this; those of
