@@ -163,7 +163,7 @@ class Template:
         named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
         # If the caller has given one of them, all messages share it.
         self._reprs = {name: size for name, size in named if not options.get(name)}
-        own = self._own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS}
+        own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS}
         own.update(self._reprs, call.headers, {"root_id"} if self._has_root else ())
         #: The headers and the properties that all messages share. Celery leaves options that AMQP
         #: does not know among a message's properties.
@@ -248,7 +248,7 @@ class Template:
         properties = {**self._properties, "correlation_id": ""}
         if reply_to is not None:
             properties["reply_to"] = reply_to
-        return SharedProperties(self._headers, properties, self._own)
+        return SharedProperties(self._headers, properties)
 
     def _signed(
         self,
@@ -295,7 +295,7 @@ class Template:
             "delivery_mode": PERSISTENT,
             "priority": self._properties.get("priority", 0),
         }
-        return SharedProperties(headers, properties, self._own)
+        return SharedProperties(headers, properties)
 
     @cached_property
     def _shared(self) -> bytes:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import amqp
@@ -152,6 +153,8 @@ class Content(NamedTuple):
 def encoded(properties: Mapping[str, object]) -> bytes:
     """Return the properties of a message as bytes, behind the flags that say which there are.
 
+    The bytes are those of py-amqp, which takes twice as long.
+
     Args:
         properties: The properties, by name; others than AMQP's are left out.
 
@@ -159,10 +162,29 @@ def encoded(properties: Mapping[str, object]) -> bytes:
         amqp.exceptions.FrameSyntaxError: AMQP has no type for one of the headers.
         struct.error: A number is too large, or a text too long, for its field.
     """
-    message = amqp.Message()
-    message.properties = dict(properties)
-    return message._serialize_properties()  # type: ignore[attr-defined, no-any-return]
+    flags, parts = 0, [b""]
+    for flag, name, kind in _PROPERTIES:
+        value: Any = properties.get(name)
+        if value is None:
+            continue
+        flags |= flag
+        if kind == "s" and type(value) is str:
+            parts.append(short_string(value))
+        elif kind == "o":
+            parts.append(_BYTE.pack(value))
+        elif type(value) is dict:
+            table = _entries(value)
+            parts += len(table).to_bytes(_SIZE, "big"), table
+        else:
+            parts.append(dumps(kind, (value,)))
+    parts[0] = flags.to_bytes(2, "big")
+    return b"".join(parts)
 
+
+#: The flag of each property, its name, and its type for py-amqp.
+_PROPERTIES: Final = [
+    (1 << 15 - place, name, kind) for place, (name, kind) in enumerate(amqp.Message.PROPERTIES)
+]
 
 #: Stand for the headers and the correlation id, where the encoded properties are divided.
 _MARK: Final = uuid()
@@ -175,7 +197,8 @@ _SIZE: Final = 4
 _MAX_INT: Final = 2**31 - 1
 
 _BYTE: Final = struct.Struct(">B")
-_TEXT: Final = struct.Struct(">cI")
+_SIZED: Final = struct.Struct(">cI")
+_INT: Final = struct.Struct(">ci")
 _LONG: Final = struct.Struct(">cq")
 
 
@@ -190,6 +213,35 @@ def short_string(text: str | bytes) -> bytes:
     return _BYTE.pack(len(value)) + value
 
 
+_short_name: Final = lru_cache(maxsize=512)(short_string)
+
+
+def _entries(headers: Mapping[str, object]) -> bytes:
+    """Return headers as bytes, without the size that stands before them."""
+    entries = []
+    for name, value in headers.items():
+        entries.append(_short_name(name) + _item(value))
+    return b"".join(entries)
+
+
+def _item(value: Any) -> bytes:
+    """Return a header's value as bytes, behind its type."""
+    kind = type(value)
+    if kind is str:
+        text: bytes = value.encode("utf-8", "surrogatepass")
+        return _SIZED.pack(b"S", len(text)) + text
+    if value is None:
+        return b"V"
+    if kind is int:
+        is_long = abs(value) > _MAX_INT
+        return _LONG.pack(b"L", value) if is_long else _INT.pack(b"I", value)
+    if kind is list or kind is dict:
+        inner: bytes = _entries(value) if kind is dict else b"".join(map(_item, value))
+        return _SIZED.pack(b"A" if kind is list else b"F", len(inner)) + inner
+    entry: bytes = dumps("F", ({"": value},))
+    return entry[_SIZE + 1 :]
+
+
 class SharedProperties:
     """Encodes the properties of messages that differ in a few headers and in the correlation id.
 
@@ -200,15 +252,9 @@ class SharedProperties:
         headers: The headers that all messages share.
         properties: The other properties. If a correlation id is among them, each message has one of
             its own instead.
-        own: The names of the headers that messages have of their own.
     """
 
-    def __init__(
-        self,
-        headers: Mapping[str, object],
-        properties: Mapping[str, object],
-        own: Iterable[str],
-    ) -> None:
+    def __init__(self, headers: Mapping[str, object], properties: Mapping[str, object]) -> None:
         self.headers = headers
         self.properties = properties
         marked = {**properties, "application_headers": _MARKED}
@@ -216,8 +262,7 @@ class SharedProperties:
             marked["correlation_id"] = _MARK
         self._before, behind = encoded(marked).split(dumps("F", (_MARKED,)))
         self._between, _, self._behind = behind.partition(dumps("s", (_MARK,)))
-        self._table = dumps("F", (headers,))[_SIZE:]
-        self._names = {name: short_string(name) for name in own}
+        self._table = _entries(headers)
 
     def encode(self, headers: Mapping[str, object], correlation_id: str | None = None) -> bytes:
         """Return the properties of one message.
@@ -230,16 +275,7 @@ class SharedProperties:
             amqp.exceptions.FrameSyntaxError: AMQP has no type for one of the headers.
             struct.error: A number is too large, or a text too long, for its field.
         """
-        entries = [self._table]
-        for name, value in headers.items():
-            if type(value) is str:
-                text = value.encode("utf-8", "surrogatepass")
-                entries += self._names[name], _TEXT.pack(b"S", len(text)), text
-            elif type(value) is int and value > _MAX_INT:
-                entries += self._names[name], _LONG.pack(b"L", value)
-            else:
-                entries.append(dumps("F", ({name: value},))[_SIZE:])
-        table = b"".join(entries)
+        table = self._table + _entries(headers)
         parts = self._before, len(table).to_bytes(_SIZE, "big"), table, self._between
         own_id = b"" if correlation_id is None else short_string(correlation_id)
         return b"".join((*parts, own_id, self._behind))

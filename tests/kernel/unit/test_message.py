@@ -63,12 +63,12 @@ def test_shared_properties_are_encoded_as_py_amqp_does(
     if correlation_id is not None:
         properties["correlation_id"] = correlation_id
     own = {"id": "4d5e", "own": value}
-    written = SharedProperties(shared, properties, own).encode(own, correlation_id)
+    written = SharedProperties(shared, properties).encode(own, correlation_id)
     assert written == encoded({**properties, "application_headers": {**shared, **own}})
 
 
 def test_a_correlation_id_that_is_too_long_is_refused_as_py_amqp_does() -> None:
-    shared = SharedProperties({}, {"correlation_id": ""}, ())
+    shared = SharedProperties({}, {"correlation_id": ""})
     with pytest.raises(struct.error):
         shared.encode({}, "x" * 256)
 

@@ -41,13 +41,24 @@ def by_pyamqp(
 
 # AMQP's short strings have at most 255 bytes, and a character up to four.
 words = st.text(max_size=63)
+header_values = st.recursive(
+    words
+    | st.binary(max_size=9)
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.sampled_from([-(2**31), -(2**31) + 1, 2**31 - 1, 2**31])
+    | st.floats(allow_nan=False)
+    | st.booleans()
+    | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=5,
+)
 properties = st.fixed_dictionaries(
     {},
     optional={
         **dict.fromkeys(("content_type", "correlation_id", "reply_to", "expiration"), words),
         **dict.fromkeys(("message_id", "type", "user_id", "app_id", "cluster_id"), words),
         "content_encoding": st.sampled_from(["utf-8", "binary", "utf-16"]),
-        "application_headers": st.dictionaries(words, words, max_size=5),
+        "application_headers": st.dictionaries(words, header_values, max_size=5),
         "delivery_mode": st.sampled_from([1, 2]),
         "priority": st.integers(0, 255),
         "timestamp": st.integers(0, 2**63 - 1),
