@@ -337,7 +337,7 @@ class Celery(DelayingCelery):
 
     @cached_property
     def rabbitdelay(self) -> RabbitDelay:
-        """The application's delay levels: topology, settings, publishers."""
+        """Return the application's delay levels: topology, settings, publishers."""
         return RabbitDelay(self)
 
     def __reduce__(self) -> tuple[Any, ...]:

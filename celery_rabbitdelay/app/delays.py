@@ -149,7 +149,7 @@ class Delays:
 
     @locked_property  # each send goes through one pool
     def pool(self) -> PublisherPool:
-        """The pool of this process's publishers; its limit is ``broker_pool_limit``."""
+        """Return the process's pool of publishers; its limit is ``broker_pool_limit``."""
         return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
 
     @cached_property

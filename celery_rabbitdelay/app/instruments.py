@@ -109,7 +109,7 @@ class Recorder:
 
     @cached_property
     def metrics(self) -> Any:
-        """The metrics, in use from now on; they do not begin to count for Prometheus."""
+        """Return the metrics for use from now on; Prometheus does not begin to count."""
         return import_module("celery_rabbitdelay.metrics.collector").Metrics()
 
     def record(self, values: Mapping[Instrument, float], *labels: str) -> None:

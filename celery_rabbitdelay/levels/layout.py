@@ -60,7 +60,7 @@ class Level:
         return f"{self.unit}.x{self.multiple}"
 
     def queue_name(self, digit: int) -> str:
-        """The name without prefix of a digit's queue: ``days.70``, or ``days.x10.0`` for zero."""
+        """Return the name of a digit's queue without the prefix: ``days.70``, ``days.x10.0``."""
         return f"{self.unit}.{digit * self.multiple}" if digit else f"{self.name}.0"
 
 

@@ -357,7 +357,7 @@ class Topology:
         ]
 
     def _digit_queue(self, index: int, digit: int, shard: int) -> Queue | None:
-        """The queue of a digit; None for a zero that is passed without one."""
+        """Return the queue of a digit; None for a zero that is passed without one."""
         if not digit and self.layout.zeros != "queue":
             return None
         level = self.layout.levels[index]

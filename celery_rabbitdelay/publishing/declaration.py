@@ -398,7 +398,7 @@ def forget(connection: Connection) -> None:
 
 
 def _key(topology: Topology, *queues: Queue) -> tuple[str, ...]:
-    """The key in :func:`declared_entities` of a topology, or of a queue that is bound to it."""
+    """Return the key of a topology, or of queues bound to it, in :func:`declared_entities`."""
     return (
         "rabbitdelay",
         topology.prefix,

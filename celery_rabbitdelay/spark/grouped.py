@@ -135,7 +135,7 @@ class Grouping:
                 raise InvalidColumn(name, kind.simpleString(), takes)
 
     def _ahead_us(self, now_ms: int) -> Column:
-        """The microseconds from now until a row is due; null if it has no valid due time."""
+        """Return the microseconds from now until a row is due; null if it has no valid due time."""
         if "eta" in self._types:
             return F.unix_micros(F.col("eta")) - F.lit(now_ms * 1000)
         if isinstance(self._types["delay"], T.DayTimeIntervalType):
@@ -144,7 +144,7 @@ class Grouping:
         return F.ceil(F.col("delay").try_cast(SECONDS) * 1_000_000).cast("long")
 
     def _texts(self, now_ms: int) -> list[Column]:
-        """The parts of a row as text, its delay, and whether Python writes the same."""
+        """Return the parts of a row as text, its delay, and whether Python writes the same."""
         ahead_us = self._ahead_us(now_ms)
         told = [(_given(name), self._types[name]) for name in self._identity]
         texts = [expressions.text(value, kind, COMPACT) for value, kind in told]
@@ -169,7 +169,7 @@ class Grouping:
         ]
 
     def _blocks(self) -> list[Column]:
-        """The two blocks of a row, and whether they are those that Python writes."""
+        """Return the two blocks of a row, and whether they are those that Python writes."""
         task_id = F.coalesce(F.col("task_id"), _uuid(F.col("digest")))
         headers = joined('{"headers":{"id":"', task_id)
         conditions = [F.col(EXACT)]
@@ -182,7 +182,7 @@ class Grouping:
         return [headers.alias("headers"), body.alias("body"), all_of(conditions).alias(EXACT)]
 
     def _args(self, style: Style) -> Column:
-        """The positional arguments as text."""
+        """Return the positional arguments as text."""
         kind, args = self._types.get("args"), F.col("args")
         if kind is None:
             return F.lit("()" if style is SHOWN else "[]")
@@ -195,7 +195,7 @@ class Grouping:
         return F.when(F.size(args) == 0, "()").otherwise(listed) if style is SHOWN else listed
 
     def _kwargs(self, style: Style) -> Column:
-        """The keyword arguments as text."""
+        """Return the keyword arguments as text."""
         kinds = {name: self._types[name] for name in self._arguments if name != "args"}
         named = [(name, expressions.text(_given(name), kinds[name], style)) for name in kinds]
         return named[0][1] if "kwargs" in self._types else expressions.object_text(named, style)

@@ -69,7 +69,7 @@ class Named(NamedTuple):
 
 @pytest.fixture(scope="session")
 def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServer | Named]:
-    """The RabbitMQ of this run: a private one, which tests may kill and suspend, unless named.
+    """Return the RabbitMQ of this run: a private one, which tests may kill, unless named.
 
     ``url`` is its URL. On one that the option names, the run has a virtual host of its own.
     """
@@ -86,7 +86,7 @@ def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServe
 
 @pytest.fixture(scope="session")
 def rabbitdelay_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer | Named]:
-    """The Redis of this run: a private one, which tests may kill and suspend, unless named.
+    """Return the Redis of this run: a private one, which tests may kill and suspend, unless named.
 
     ``url`` is its URL.
     """
@@ -99,7 +99,7 @@ def rabbitdelay_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer | 
 
 @pytest.fixture(scope="session")
 def rabbitdelay_celery_app(request: pytest.FixtureRequest) -> object:
-    """The application: that of the option ``rabbitdelay_app``; or override this fixture."""
+    """Return the application: that of the option ``rabbitdelay_app``; or override this fixture."""
     from celery.utils.imports import symbol_by_name
 
     name = _option(request.config, "app")
@@ -113,7 +113,7 @@ def rabbitdelay_celery_app(request: pytest.FixtureRequest) -> object:
 
 @pytest.fixture(scope="session")
 def _rabbitdelay_sessions() -> list[Session]:
-    """The session of the application that uses the servers at the moment."""
+    """Return the session of the application that uses the servers at the moment."""
     return []
 
 
@@ -147,7 +147,7 @@ def _rabbitdelay_session(
 
 @pytest.fixture
 def rabbitdelay_app(_rabbitdelay_session: Session) -> Iterator[Celery]:
-    """The application, on the servers of this run, with nothing waiting anywhere.
+    """Return the application, on the servers of this run, with nothing waiting anywhere.
 
     Its levels have a prefix of their own, and the result backend and the registry, if it has them
     in Redis, are on the Redis of this run.
@@ -160,7 +160,7 @@ def rabbitdelay_app(_rabbitdelay_session: Session) -> Iterator[Celery]:
 def rabbitdelay_worker(
     request: pytest.FixtureRequest, rabbitdelay_app: Celery, _rabbitdelay_session: Session
 ) -> Worker | None:
-    """A worker of the application; it has ``log``, ``kill()`` and ``start()``.
+    """Return a worker of the application; it has ``log``, ``kill()`` and ``start()``.
 
     It is a process that all tests of the application share, until one of another application comes,
     and it is started again if a test has killed it. With
