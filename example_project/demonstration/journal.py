@@ -65,7 +65,7 @@ class Journal:
             self._redis.hset(self._sent, mapping={order: str(due) for order, due in due_ms.items()})
 
     def write_start(self, start: Start) -> None:
-        """A worker has begun."""
+        """Note that a worker has begun."""
         self._redis.rpush(self._starts, json.dumps(start))
 
     def write_dispatch(self, dispatch: Dispatch) -> None:
@@ -77,7 +77,7 @@ class Journal:
         return self._redis.hlen(self._sent)
 
     def sent(self) -> dict[str, int]:
-        """The orders whose reminders RabbitMQ has confirmed, and when each is due."""
+        """Return the orders whose reminders RabbitMQ has confirmed, with their due times."""
         sent = self._redis.hgetall(self._sent)
         return {str(order_id): int(due_ms) for order_id, due_ms in sent.items()}
 
@@ -86,6 +86,6 @@ class Journal:
         return [Start(*json.loads(entry)) for entry in self._redis.lrange(self._starts, 0, -1)]
 
     def dispatch(self) -> Dispatch | None:
-        """The end of the Spark job; None until then."""
+        """Return the end of the Spark job; None until then."""
         entry = self._redis.get(self._dispatch)
         return None if entry is None else Dispatch(*json.loads(entry))

@@ -152,7 +152,7 @@ class Outcome:
         )
 
     def failures(self) -> list[str]:
-        """What is wrong with the run; nothing, if all is well."""
+        """Return the faults of the run; none if all is well."""
         checks = {
             f"{self.dispatch.orders - len(self.sent):,} orders were not sent": (
                 len(self.sent) != self.dispatch.orders
@@ -169,7 +169,7 @@ class Outcome:
 
 
 def percentile(ascending: Sequence[int], percent: float) -> int:
-    """The smallest value that at least ``percent`` of a hundred values do not exceed.
+    """Return the smallest value that ``percent`` of a hundred values do not exceed.
 
     Args:
         ascending: The values, sorted; at least one.

@@ -20,7 +20,7 @@ _PROJECT: Final = Path(__file__).parents[2]
 
 
 def worker(folder: Path, environment: Mapping[str, str]) -> ChildProcess:
-    """A Celery worker that executes the reminders."""
+    """Start a Celery worker that runs the reminders."""
     shop = "example_project.demonstration.observed_shop"
     celery = ["celery", "-A", shop, "worker", "--loglevel", "WARNING", "--concurrency", "8"]
     quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
@@ -28,7 +28,7 @@ def worker(folder: Path, environment: Mapping[str, str]) -> ChildProcess:
 
 
 def spark_job(folder: Path, environment: Mapping[str, str]) -> ChildProcess:
-    """The Spark job that sends the reminders."""
+    """Start the Spark job that sends the reminders."""
     spark_environment = {
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
@@ -86,7 +86,7 @@ class ChildProcess:
         return self._process.poll()
 
     def log_tail(self, lines: int = 25) -> str:
-        """The end of what the process has printed."""
+        """Return the last lines that the process has printed."""
         if not self.log_path.exists():
             return ""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])

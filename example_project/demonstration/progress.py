@@ -23,7 +23,7 @@ class Progress:
         self._phase = ""
 
     def phase(self, phase: str) -> None:
-        """A new phase begins."""
+        """Begin a new phase."""
         self._phase = phase
         self._last_line = time.monotonic()
         self._print(f"{self._elapsed} {phase}")

@@ -41,7 +41,7 @@ class Run:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Run:
-        """The run that this process belongs to."""
+        """Return the run that this process belongs to."""
         names = (_RUN_NAME, "CELERY_BROKER_URL", _RUN_REDIS_URL, "MAIL_GATEWAY_URL")
         name, broker_url, redis_url, gateway_url = (environment[each] for each in names)
         ssl = json.loads(environment.get(_RUN_BROKER_USE_SSL, "false"))
@@ -64,11 +64,11 @@ class Run:
         }
 
     def connect_broker(self) -> Connection:
-        """A connection to RabbitMQ, which is opened when it is first used."""
+        """Return a connection to RabbitMQ, which opens at its first use."""
         return Connection(self.broker_url, ssl=self.broker_use_ssl, connect_timeout=5)
 
     def connect_redis(self) -> Redis:
-        """A client of the run's Redis that answers in text; it connects when it is first used."""
+        """Return a client of the run's Redis that answers in text and connects at its first use."""
         return Redis.from_url(self.redis_url, decode_responses=True)
 
     @property
