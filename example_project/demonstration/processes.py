@@ -20,7 +20,7 @@ _PROJECT: Final = Path(__file__).parents[2]
 
 
 def worker(folder: Path, environment: Mapping[str, str]) -> ChildProcess:
-    """Start a Celery worker that runs the reminders."""
+    """Return the process of a Celery worker that runs the reminders."""
     shop = "example_project.demonstration.observed_shop"
     celery = ["celery", "-A", shop, "worker", "--loglevel", "WARNING", "--concurrency", "8"]
     quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
@@ -28,7 +28,7 @@ def worker(folder: Path, environment: Mapping[str, str]) -> ChildProcess:
 
 
 def spark_job(folder: Path, environment: Mapping[str, str]) -> ChildProcess:
-    """Start the Spark job that sends the reminders."""
+    """Return the process of the Spark job that sends the reminders."""
     spark_environment = {
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
