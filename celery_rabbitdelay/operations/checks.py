@@ -282,7 +282,7 @@ def _difference(entity: Exchange | Queue, inventory: Inventory) -> str:
     wanted["type"] = wanted.pop("x-queue-type", wanted.get("type", found["type"]))
     return ", ".join(
         f"{name} is {there.get(name)!r} instead of {wanted.get(name)!r}"
-        for name in sorted({*wanted, *found["arguments"]} - {"x-queue-type"})
+        for name in sorted({*wanted, *found["arguments"]} - {"x-queue-type", "arguments"})
         if wanted.get(name) != there.get(name)
     )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from kombu import Connection
+from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidManagementURL
@@ -106,6 +106,26 @@ def test_replicas_are_counted(members: str, online: str, nodes: str, codes: list
     queue = queue_of(HOURS, members=list(members), online=list(online))
     inventory = EMPTY._replace(queues={HOURS: queue}, nodes=dict.fromkeys(nodes, True))
     assert [code for code, *_ in checks.check_replicas(inventory, [HOURS])] == codes
+
+
+@pytest.mark.parametrize(
+    ("declared", "there", "is_found"),
+    [
+        # RabbitMQ 4.3 adds the type of a queue that is declared without one.
+        ({}, {"x-queue-type": "classic"}, False),
+        ({}, {"x-queue-type": "classic", "x-expires": 5}, True),
+        ({"x-expires": 5}, {}, True),
+        ({"x-queue-type": "quorum"}, {"x-queue-type": "classic"}, True),
+    ],
+)
+def test_a_queue_of_tasks_differs_by_its_arguments_and_not_by_a_type_that_nobody_asked_for(
+    declared: dict[str, Any], there: dict[str, Any], is_found: bool
+) -> None:
+    queue = queue_of("orders", type=there.get("x-queue-type", "classic"), arguments=there)
+    inventory = EMPTY._replace(queues={"orders": queue})
+    orders = Queue("orders", queue_arguments=declared)
+    found = [code for code, *_ in checks.check_destinations(Settings(), [orders], inventory)]
+    assert found == ["destination-differs"] * is_found
 
 
 def test_of_several_policies_some_are_in_effect() -> None:
