@@ -153,7 +153,7 @@ def policies(play: Play, is_guarded: bool = False) -> None:
     limits = {"after": LATE, **({SOUND: LATE} if is_guarded else {})}
     early = 0.0 if is_guarded else TOLERATED
     with play.on(Cluster(play.version), limits=limits, early=early, patience=240) as stage:
-        if is_guarded:  # as in docs/how-to/broker_settings.md
+        if is_guarded:  # as in docs/how-to/production.md
             set_policy(stage, rf"^{PREFIX}\.", {"overflow": "reject-publish"}, 1000)
         stage.worker(SOUND)
         with stage.trouble(play.title):

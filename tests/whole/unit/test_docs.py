@@ -117,17 +117,22 @@ def test_a_page_on_the_code_names_files_that_exist(page: str) -> None:
         assert "_name" in pattern or list(ROOT.glob(pattern)), pattern
 
 
-def test_the_containers_of_the_page_ask_for_what_a_worker_serves() -> None:
-    page = (DOCS / "how-to" / "deployment.md").read_text()
-    [given] = re.findall(r'rabbitdelay_metrics_port = "(.+)"', page)
-    port = f"{MetricsSettings(metrics_port=given).metrics_port}".partition(":")[2]
-    compose, deployment = map(
-        yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)[:2]
+def test_the_containers_of_the_documentation_ask_for_what_a_worker_serves() -> None:
+    compose, deployment = (
+        yaml.safe_load((DOCS / "deployment" / f"{name}.yaml").read_text())
+        for name in ("compose", "kubernetes")
     )
-    *_, probe = compose["services"]["worker"]["healthcheck"]["test"]
+    worker = compose["services"]["worker"]
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    [given] = {
+        option.partition("=")[2]
+        for option in (*worker["command"].split(), *container["command"])
+        if option.startswith("--rabbitdelay-metrics-port")
+    }
+    port = f"{MetricsSettings(metrics_port=given).metrics_port}".partition(":")[2]
+    *_, probe = worker["healthcheck"]["test"]
     compile(probe, "probe", "exec")
     assert f"http://127.0.0.1:{port}/readyz" in probe
-    [container] = deployment["spec"]["template"]["spec"]["containers"]
     assert container["ports"] == [{"name": "metrics", "containerPort": int(port)}]
     asked = {name: each["httpGet"] for name, each in container.items() if name.endswith("Probe")}
     paths = {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
