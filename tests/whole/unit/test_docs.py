@@ -156,3 +156,30 @@ def test_the_page_has_every_metric_with_its_kind_labels_and_meaning() -> None:
         (each.metric, each.kind, ", ".join(f"`{label}`" for label in each.labels), each.help)
         for each in INSTRUMENTS
     ]
+
+
+#: What differs from run to run in a line that a page quotes; or is of other programs.
+VALUES = re.compile(
+    r"\.\.\.|'[^']*'|[\w-]*\d[\w.:,-]*|rabbitdelay\.[\w.]+"
+    r"|permission \w+|ConnectionError: .*|.*(?:PRECONDITION|RESOURCE_LOCKED|celery |rabbitmqctl ).*"
+)
+
+
+def test_what_the_page_on_troubles_quotes_is_what_the_package_says() -> None:
+    source = "\n".join(
+        node.value
+        for path in (ROOT / "celery_rabbitdelay").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    page = (DOCS / "how-to" / "troubleshooting.md").read_text()
+    lines = "\n".join(re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S)).splitlines()
+    # Commands and what `show` prints are short.
+    cells = re.findall(r"`([^`]*)`", "\n".join(re.findall(r"^\|.*$", page, re.M)))
+    quoted = lines + [each for each in cells if len(each.split()) > 3]
+    parts = [part for each in quoted for part in VALUES.split(each) if part.count(" ") > 3]
+    assert len(parts) > 25
+    for part in parts:
+        # Parts of a line may stand in other texts, which are filled in.
+        length = len(part) // 3
+        assert any(part[at : at + length] in source for at in range(length + 1)), part
