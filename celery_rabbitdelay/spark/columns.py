@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from hashlib import sha1
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 from uuid import UUID, uuid5
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from kombu.utils.json import JSONEncoder
-from pyspark import TaskContext
-from pyspark.sql import DataFrame
 from pyspark.sql import Row as SparkRow
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
@@ -170,12 +167,11 @@ class Columns:
     Args:
         schema: The schema.
         options: The options of the write.
-        is_case_sensitive: Whether names of columns are, for Spark's session.
 
     Attributes:
         schema: The schema; of a grouped DataFrame, that of the rows as they were.
-        types: The type of each column. A column with a meaning of its own has its usual name here,
-            if names of columns are case-insensitive.
+        types: The type of each column. A column with a meaning of its own is found in any case, and
+            has its usual name here.
         identity: The names of the columns that ids are derived from, in their order.
         are_shared: Whether all rows have the same :class:`Shared`.
         shared: What rows share by the options alone.
@@ -184,24 +180,21 @@ class Columns:
         InvalidColumn: A column is missing, unknown, twice there, or of a wrong type.
     """
 
-    def __init__(
-        self, schema: T.StructType, options: WriteOptions, is_case_sensitive: bool = False
-    ) -> None:
+    def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
         self._options = options
         self._is_grouped = schema.names == [DUE, ITEM, ROW]
         if self._is_grouped and isinstance(row := schema[ROW].dataType, T.StructType):
             schema = row
         self.schema = schema
-        fold = str if is_case_sensitive else str.lower
         self.types: dict[str, T.DataType] = {}
         for field in schema.fields:
-            name = fold(field.name) if fold(field.name) in TYPES else field.name
+            name = field.name.lower() if field.name.lower() in TYPES else field.name
             if name in self.types:
                 raise InvalidColumn(field.name, field.dataType.simpleString(), "is there twice")
             self.types[name] = field.dataType
         identity = list(self.types) if options.id_column is None else []
         for name in options.id_column or ():
-            same = [each for each in self.types if fold(each) == fold(name)]
+            same = [each for each in self.types if each.lower() == name.lower()]
             if len(same) != 1:
                 takes = f"is named by idColumn; the columns are {', '.join(self.types)}"
                 raise InvalidColumn(name, None, takes)
@@ -221,21 +214,6 @@ class Columns:
         ]
         self.are_shared = not self.types.keys() & SHARED
         self.shared = self._shared_of({})
-
-    @classmethod
-    def planned(cls, schema: T.StructType, options: WriteOptions) -> Self:
-        """Return the columns where Spark plans a write: it tells executors alone of the session.
-
-        Raises:
-            InvalidColumn: The schema fits neither if names are case-insensitive nor if they are
-                not.
-        """
-        try:
-            return cls(schema, options)
-        except InvalidColumn:
-            with suppress(InvalidColumn):
-                return cls(schema, options, is_case_sensitive=True)
-            raise
 
     def taken(self, batches: Iterable[pa.RecordBatch], ids: TaskIds) -> Iterator[Taken]:
         """Yield the rows; those that Spark has written by the envelope.
@@ -321,19 +299,6 @@ class Columns:
             if not isinstance(parsed[name], kind):
                 raise InvalidRow(shown(given), f"the JSON of its {name} is not {what}")
         return parsed
-
-
-def is_case_sensitive(frame: DataFrame | None = None) -> bool:
-    """Return whether names of columns are case-sensitive for Spark's session.
-
-    Args:
-        frame: A DataFrame of the session; None in an executor.
-    """
-    setting = "spark.sql.caseSensitive"
-    if frame is not None:
-        return frame.sparkSession.conf.get(setting) == "true"
-    context = TaskContext.get()
-    return context is not None and context.getLocalProperty(setting) == "true"
 
 
 def _check(types: Mapping[str, T.DataType], options: WriteOptions) -> None:

@@ -67,7 +67,7 @@ def grouped(frame: DataFrame, **options: Any) -> DataFrame:
         InvalidOption: An option is wrong, or tasks cannot share messages.
     """
     checked = WriteOptions.of_call(options)
-    return Grouping(frame.schema, checked, columns.is_case_sensitive(frame)).of(frame)
+    return Grouping(frame.schema, checked).of(frame)
 
 
 class Grouping:
@@ -76,18 +76,14 @@ class Grouping:
     Args:
         schema: The schema.
         options: The options of the write.
-        is_case_sensitive: As for :class:`.Columns`.
 
     Raises:
         InvalidColumn: The schema does not fit, or has a column of a type that only Python writes.
         InvalidOption: The application does not know the task, or tasks cannot share messages.
     """
 
-    def __init__(
-        self, schema: T.StructType, options: WriteOptions, is_case_sensitive: bool
-    ) -> None:
-        found = columns.Columns(schema, options, is_case_sensitive)
-        self._given_names = schema.names
+    def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
+        found = columns.Columns(schema, options)
         self._types, self._identity = found.types, found.identity
         #: The columns that become arguments.
         self._arguments = [name for name in CONTAINERS if name in self._types]
@@ -103,8 +99,8 @@ class Grouping:
         layout, now_ms = self._app.rabbitdelay.topology.layout, wall_clock.ms()
         namespace = columns.TaskIds(self._options.job_id or str(uuid4())).namespace.bytes
         # Spark computes a column once if it has a name and others need it more than once.
-        row = F.struct(*map(_given, self._given_names)).alias(ROW)
-        frame = frame.select(row, *self._texts(now_ms))
+        frame = frame.toDF(*self._types)
+        frame = frame.select(F.struct("*").alias(ROW), *self._texts(now_ms))
         digest = F.sha1(F.concat(F.lit(bytearray(namespace)), F.col("identity").cast("binary")))
         frame = frame.select("*", digest.alias("digest")).select(ROW, DELAY, *self._blocks())
         is_written = all_of([F.col(EXACT), F.col(DELAY).between(0, layout.capacity_ms)])

@@ -25,7 +25,7 @@ from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.spark import application, columns
+from celery_rabbitdelay.spark import application
 from celery_rabbitdelay.spark.columns import Columns, TaskIds
 from celery_rabbitdelay.spark.grouped import Grouping
 from celery_rabbitdelay.spark.options import WriteOptions
@@ -83,14 +83,12 @@ def dispatch(
     checked = WriteOptions.of_call(options if task is None else {**options, "task": task})
     # The rows that Spark writes have ids of the same job as the others.
     job_id = checked.job_id or str(uuid4())
-    is_sensitive = columns.is_case_sensitive(frame)
     if group or (group is None and checked.tolerance > 0):
         try:
-            frame = Grouping(frame.schema, checked._replace(job_id=job_id), is_sensitive).of(frame)
+            frame = Grouping(frame.schema, checked._replace(job_id=job_id)).of(frame)
         except (exceptions.InvalidColumn, exceptions.InvalidOption):
             if group:
                 raise
-    Columns(frame.schema, checked, is_sensitive)  # checks more than what plans a write can
     writer = Writer(frame.schema, checked, job_id)
 
     def send(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -161,7 +159,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
     ) -> None:
         self._schema = schema
         self._options = options
-        types = Columns.planned(schema, options).types
+        types = Columns(schema, options).types
         app = application.application_of(options.application)
         task = application.find_task(app, options.task, options.allow_unknown_tasks)
         if "task" not in types:
@@ -185,7 +183,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
         """Send the rows of one partition, which come in batches of Arrow; runs in an executor."""
         names = self._of_batch or _of_micro_batch(self._options)
         app, options = application.application_of(self._options.application), self._options
-        found = Columns(self._schema, options, columns.is_case_sensitive())
+        found = Columns(self._schema, options)
         # Closed in order: Spark ends its Python processes without a word.
         with closing(app.rabbitdelay):
             if self._opens_jobs:

@@ -81,22 +81,23 @@ def test_the_format_takes_columns_of_many_types(spark: SparkSession, noted: Note
     assert sorted(noted()) == [0] * len(columns) + [1] * len(columns)
 
 
-def test_names_of_columns_are_case_sensitive_where_the_session_says_so(
+def test_names_of_columns_are_case_insensitive_whatever_the_session_says(
     spark: SparkSession, shop: Any, noted: Notes, queue: str
 ) -> None:
-    frame = notes(spark, noted, 3, "1D")
-    both = frame.selectExpr("args", "args[0] ARGS", "kwargs.key who", "delay")
-    given = {"app": APP, "queue": queue, "idColumn": "ARGS", "kwargsFromColumns": "true", **UNKNOWN}
-    with pytest.raises(PySparkException, match=r"column ARGS \(bigint\): is there twice"):
-        write(both, **given)
-    spark.conf.set("spark.sql.caseSensitive", "true")
-    try:
-        write(both, **given)
-        write(grouped(both, **given), **given)
-    finally:
-        spark.conf.unset("spark.sql.caseSensitive")
-    for (number,), kwargs, _ in bodies(shop, queue, 6):
-        assert kwargs == {"ARGS": number, "who": noted.key}
+    frame = notes(spark, noted, 3, "1D").selectExpr("args ARGS", "kwargs.key WHO", "delay Delay")
+    given = {"app": APP, "queue": queue, "idColumn": "args", "kwargsFromColumns": "true", **UNKNOWN}
+    with pytest.raises(PySparkException, match=r"column args \(string\): is there twice"):
+        write(frame.withColumnRenamed("WHO", "args"), **given)
+    for is_sensitive in ("false", "true"):
+        spark.conf.set("spark.sql.caseSensitive", is_sensitive)
+        try:
+            write(frame, **given)
+            write(grouped(frame, **given), **given)
+        finally:
+            spark.conf.unset("spark.sql.caseSensitive")
+    sent = [(number, kwargs) for (number,), kwargs, _ in bodies(shop, queue, 12)]
+    assert sorted(number for number, _ in sent) == sorted(4 * [0, 1, 2])
+    assert all(kwargs == {"WHO": noted.key} for _, kwargs in sent)
 
 
 def test_a_job_that_is_run_twice_runs_each_task_once_and_reports_the_known_ids(
