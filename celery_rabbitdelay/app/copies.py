@@ -115,16 +115,12 @@ def capture(
         headers: The headers for the registry that all calls have.
         connection: The caller's own connection, which the message will be published over.
     """
-    producer = CapturingProducer(delays, name_of(task), call.due, options, connection)
+    name = task if isinstance(task, str) else task.name
+    producer = CapturingProducer(delays, name, call.due, options, connection)
     producer.added_headers = {**headers, **call.headers}
     given = {**options, "task_id": call.task_id, "producer": producer}
     function_to_send(delays.app, task)(call.args, call.kwargs, **given)
     return producer
-
-
-def name_of(task: TaskOrName) -> str:
-    """Return the name of a task."""
-    return task if isinstance(task, str) else str(task.name)
 
 
 def function_to_send(app: celery.Celery, task: TaskOrName) -> Callable[..., Result]:

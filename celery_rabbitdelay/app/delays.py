@@ -113,14 +113,6 @@ class Delays:
         assert isinstance(read, group)
         return read
 
-    def uses(self, setting: str) -> bool:
-        """Return whether a setting that turns something on does so: it is neither None nor False.
-
-        Args:
-            setting: Its name without ``rabbitdelay_``.
-        """
-        return bool(self.setting(setting))
-
     def setting(self, name: str) -> object:
         """Return the value of a setting, also one of an addition; None if it is not configured.
 
@@ -175,33 +167,6 @@ class Delays:
         if protocol == 1:
             takes = "delayed tasks need Celery's message protocol 2, its default"
             raise exceptions.InvalidSetting("task_protocol", protocol, takes)
-
-    @contextmanager
-    def publisher(
-        self, connection: Connection | None = None, timeout: float | None = None
-    ) -> Iterator[Publisher]:
-        """Borrow a confirmed publisher.
-
-        Args:
-            connection: The caller's own connection, to be used instead of the pool's.
-            timeout: Seconds to wait for a publisher of the pool; None for
-                ``rabbitdelay_confirm_timeout``.
-
-        Raises:
-            NoPublisherFree: All publishers of the pool were in use for that long.
-        """
-        if self.stand_in is not None:
-            yield self.stand_in.publisher
-        elif connection is None:
-            limit = self.settings.confirm_timeout if timeout is None else timeout
-            with self.pool.acquire(limit) as publisher:
-                yield publisher
-        else:
-            publisher = Publisher(connection)
-            try:
-                yield publisher
-            finally:
-                publisher.close_channel()
 
     def declare(self, connection: Connection) -> None:
         """Declare the levels on a broker, as a worker does at its start.

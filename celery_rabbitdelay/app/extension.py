@@ -6,9 +6,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -30,7 +30,7 @@ from celery_rabbitdelay.app.options import (
     TaskOrName,
     without_stamps,
 )
-from celery_rabbitdelay.app.pipelines import MIN_TIMEOUT, current_pipeline, open_pipeline
+from celery_rabbitdelay.app.pipelines import MIN_TIMEOUT, borrowed_publisher, open_pipeline
 from celery_rabbitdelay.app.rows import Given, Report
 from celery_rabbitdelay.app.seams import additions_of, checked_added_options
 from celery_rabbitdelay.app.send_many import RowSender, send_one_by_one
@@ -41,7 +41,6 @@ from celery_rabbitdelay.publishing.declaration import check_complete, on_declare
 from celery_rabbitdelay.publishing.kombu_internals import closing
 from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
-from celery_rabbitdelay.publishing.publisher import Publisher
 
 if TYPE_CHECKING:
     from celery.beat import Service
@@ -100,27 +99,6 @@ class RabbitDelay(Added, Delays):
 
         def __init__(self, app: DelayingCelery) -> None: ...
 
-    @contextmanager
-    def publisher(
-        self, connection: Connection | None = None, timeout: float | None = None
-    ) -> Iterator[Publisher]:
-        """Borrow a confirmed publisher: that of the block that a send belongs to, if there is one.
-
-        Args:
-            connection: As for :meth:`.Delays.publisher`.
-            timeout: As there.
-
-        Raises:
-            NoPublisherFree: As there.
-        """
-        pipeline = current_pipeline(self, connection)
-        if pipeline is not None and pipeline.has_publisher:
-            borrowed = pipeline.lent()
-        else:
-            borrowed = super().publisher(connection, timeout)
-        with borrowed as publisher:
-            yield publisher
-
     def check(self, timeout: float = 1.0) -> None:
         """Raise if a delayed task could not be sent now, for the readiness of a web server.
 
@@ -144,7 +122,7 @@ class RabbitDelay(Added, Delays):
         began, marker = time.monotonic(), self.topology.identity.marker.name
         complete = partial(check_complete, topology=self.topology, by_marker=True)
         with (
-            self.publisher(timeout=timeout) as publisher,
+            borrowed_publisher(self, timeout=timeout) as publisher,
             # No queue is bound to this exchange. It may be missing, and a producer needs no
             # permission for it.
             suppress(exceptions.MessageReturned, exceptions.MessageNotPermitted),
@@ -171,8 +149,7 @@ class RabbitDelay(Added, Delays):
             pass  # the caller reports a broker that is away
         return False
 
-    @contextmanager
-    def pipeline(self) -> Iterator[None]:
+    def pipeline(self) -> AbstractContextManager[None]:
         """Let the delayed sends of a block not wait for their confirms; its end does.
 
         In the block, a delayed send by any of Celery's ways writes its message and returns. At most
@@ -186,8 +163,7 @@ class RabbitDelay(Added, Delays):
             TasksNotConfirmed: Some tasks are not confirmed; the error names them. Those whose send
                 has raised are not among them.
         """
-        with open_pipeline(self):
-            yield
+        return open_pipeline(self)
 
     async def send(
         self,
@@ -296,7 +272,6 @@ class RabbitDelay(Added, Delays):
             if connection is not None:
                 options["connection"] = connection
             return send_one_by_one(self.app, task, rows, progress, tolerance, options)
-        self.check_protocol()
         wanted = connection, task, tolerance_ms, envelopes, progress, options
         return RowSender(self, *wanted).send(rows)
 

@@ -105,7 +105,7 @@ def without_stamps(options: Options) -> tuple[OwnOptions, OwnOptions]:
     """
     given = dict(options)
     names = given.get("stamped_headers") or ()
-    stamps = {name: given.pop(name) for name in own_options() if name in names and name in given}
+    stamps = {name: given.pop(name) for name in names if name in own_options() and name in given}
     beside = given.pop(BESIDE_STAMPS, {})
     return {**given, **beside}, stamps
 

@@ -120,7 +120,8 @@ class TaskPipeline:
         """
         if self._publisher is None:
             connection = None if self._producer is None else self._producer.connection
-            borrowing = self.delays.publisher(connection, timeout)
+            # As this block has none yet, it is one over the connection, or the pool's.
+            borrowing = borrowed_publisher(self.delays, connection, timeout)
             self._publisher = self._borrowed.enter_context(borrowing)
             settings, topology = self.delays.settings, self.delays.topology
             redeclare = partial(declare_again, topology=topology)
@@ -258,7 +259,7 @@ def publish_task(
         pipeline.publish(publication, policy)
         return
     began, is_confirmed = time.monotonic(), False
-    with delays.publisher(connection, policy.timeout) as publisher:
+    with borrowed_publisher(delays, connection, policy.timeout) as publisher:
         left = max(policy.timeout - (time.monotonic() - began), MIN_TIMEOUT)
         try:
             publisher.publish(publication, policy._replace(timeout=left), **declares)
@@ -266,6 +267,39 @@ def publish_task(
         finally:
             sent: Sent = publication.context
             delays.recorder.record_send(sent.task, sent.queue, is_confirmed, publication.resent)
+
+
+@contextmanager
+def borrowed_publisher(
+    delays: Delays, connection: Connection | None = None, timeout: float | None = None
+) -> Iterator[Publisher]:
+    """Borrow a publisher: that of the open block, one over the caller's connection, or the pool's.
+
+    Args:
+        delays: The application's ``app.rabbitdelay``.
+        connection: The caller's own connection; None for the application's.
+        timeout: Seconds to wait for a publisher of the pool; None for
+            ``rabbitdelay_confirm_timeout``.
+
+    Raises:
+        NoPublisherFree: All publishers of the pool were in use for that long.
+    """
+    pipeline = current_pipeline(delays, connection)
+    if delays.stand_in is not None:
+        yield delays.stand_in.publisher
+    elif pipeline is not None and pipeline.has_publisher:
+        with pipeline.lent() as publisher:
+            yield publisher
+    elif connection is None:
+        limit = delays.settings.confirm_timeout if timeout is None else timeout
+        with delays.pool.acquire(limit) as publisher:
+            yield publisher
+    else:
+        publisher = Publisher(connection)
+        try:
+            yield publisher
+        finally:
+            publisher.close_channel()
 
 
 #: The innermost block that is open in this context; it may be another thread's.

@@ -316,5 +316,5 @@ def _turned_on(delays: Delays) -> Sequence[Addition]:
     return [
         delays.part(additions.load(each.hooks))
         for each in filter(additions.exists, additions.entries)
-        if each.hooks and (not each.switch or delays.uses(each.switch))
+        if each.hooks and (not each.switch or delays.setting(each.switch))
     ]

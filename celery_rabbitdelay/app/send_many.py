@@ -31,6 +31,7 @@ from celery_rabbitdelay.app.options import (
     TaskOrName,
     without_stamps,
 )
+from celery_rabbitdelay.app.pipelines import borrowed_publisher
 from celery_rabbitdelay.app.rows import (
     Given,
     Group,
@@ -46,7 +47,6 @@ from celery_rabbitdelay.app.seams import (
     AddedToRows,
     Addition,
     Call,
-    WrittenT,
     checked_added_options,
     parts_of,
 )
@@ -194,7 +194,7 @@ class RowSender(Sending):
             raise exceptions.NeedsDistribution("an envelope")
         self._connection = connection
         self._task = task
-        self._name = copies.name_of(task)
+        self._name = task if isinstance(task, str) else task.name
         self._tolerance_ms = tolerance_ms
         # What stands in for the broker takes messages of single rows.
         self._envelopes = envelopes and delays.stand_in is None
@@ -219,7 +219,7 @@ class RowSender(Sending):
             RowsNotConfirmed: At least one row is not confirmed.
         """
         try:
-            with self._delays.publisher(self._connection) as publisher:
+            with borrowed_publisher(self._delays, self._connection) as publisher:
                 self._send(publisher, self._calls(rows))
         finally:
             for each in self._added:
@@ -227,16 +227,10 @@ class RowSender(Sending):
             self._count(is_end=True)
         return self.end()
 
-    def _asked(
-        self, work: Iterator[tuple[int, Call | WrittenT]]
-    ) -> Iterator[tuple[int, Call | WrittenT]]:
-        """Yield rows with the headers that additions give them."""
+    def _send(self, publisher: Publisher, rows: Iterator[tuple[int, Work]]) -> None:
+        work = rows
         for each in self._added:
             work = each.asked(work)
-        return work
-
-    def _send(self, publisher: Publisher, rows: Iterator[tuple[int, Work]]) -> None:
-        work = self._asked(rows)
         for number, given in work:
             first = given if isinstance(given, Call) else next(given.read())[0]
             headers = chain.from_iterable(each.shared_headers.items() for each in self._added)
@@ -319,8 +313,12 @@ class RowSender(Sending):
             elif (group := self._ready_group(number, given)) is not None:
                 yield group
             else:
-                calls = enumerate((call for call, _ in given.read()), number)
-                for each, call in self._asked(calls):
+                calls: Iterator[tuple[int, Call]] = enumerate(
+                    (call for call, _ in given.read()), number
+                )
+                for addition in self._added:
+                    calls = addition.asked(calls)
+                for each, call in calls:
                     yield from self._add(grouper, each, call)
         yield from grouper.flush()
 

@@ -120,6 +120,7 @@ class DelayedTaskProducer(DelayedProducer):
         pipeline: pipelines.TaskPipeline | None = None,
         came_from: str | None = None,
     ) -> None:
+        delays.check_protocol()
         # The publisher is borrowed once the message is made.
         publisher = Publisher(delays.pool.connection if connection is None else connection)
         super().__init__(publisher, **delays.settings.for_producer)
@@ -190,7 +191,8 @@ class DelayedTaskProducer(DelayedProducer):
             return
         with ExitStack() as stack:
             if self._pipeline is None:
-                borrowing = self._delays.publisher(self._callers_connection)
+                connection = self._callers_connection
+                borrowing = pipelines.borrowed_publisher(self._delays, connection)
                 publisher = stack.enter_context(borrowing)
             else:
                 publisher = self._pipeline.borrow(self.timeout)
@@ -351,7 +353,6 @@ class TaskSending(Send):
 
     def _send_into_levels(self, due: Due, parts: Sequence[AddedToSend]) -> Result:
         delays, connection = self.delays, self._callers_connection
-        delays.check_protocol()
         delays.settings.check_delay(due)
         pipeline = None
         # A worker acknowledges a task as soon as its retry is sent.

@@ -168,7 +168,7 @@ def _target() -> Place:
 
 def _check_registry(delays: Delays, prefix: str) -> None:
     known = delays.setting("registry_prefix") or delays.settings.prefix
-    if delays.uses("registry_url") and known != prefix:
+    if delays.setting("registry_url") and known != prefix:
         raise click.UsageError(
             f"the registry of this application has the prefix {known!r}, and knows nothing of the "
             f"tasks that were sent under {prefix!r}: those that are cancelled would run. Set "

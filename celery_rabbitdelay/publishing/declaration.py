@@ -441,7 +441,7 @@ def _bind_method(channel: Channel, binding: Binding) -> Callable[..., object]:
 
 def _bind_destination(channel: Channel, topology: Topology, queue_name: str) -> None:
     pattern = topology.keys.destination_pattern(queue_name)
-    _bind_method(channel, Binding(topology.delivery.name, pattern, queue_name))()
+    channel.queue_bind(queue_name, topology.delivery.name, pattern)
 
 
 def _queue_exists(connection: Connection, queue: Queue) -> bool:

@@ -202,21 +202,22 @@ def declared_arguments(queue: Queue) -> dict[str, object]:
 CONNECT_TIMEOUT: Final = 5.0
 
 
-def connect(connection: Connection, within: float | None = None) -> None:
+def connect(connection: Connection, deadline: float | None = None) -> None:
     """Open a connection unless it is open, to the first broker of its list that answers.
 
     Args:
         connection: The connection.
-        within: Seconds for all brokers of the list; each wait ends before that, so a broker that
-            does not answer leaves time for the others. None: as long as each may take.
+        deadline: When to give up, on the clock of :func:`time.monotonic`. Each wait ends before
+            that, so a broker that does not answer leaves time for the others of the list. None:
+            each may take its own time.
     """
     if connection.connected:
         return
-    own_timeout, began = connection.connect_timeout, time.monotonic()
+    own_timeout = connection.connect_timeout
     try:
         for hosts_left in range(max(len(connection.alt), 1), 0, -1):
-            if within is not None:  # to switch to the next host resets kombu's timeout
-                share = max(within - (time.monotonic() - began), 0.001) / hosts_left
+            if deadline is not None:  # to switch to the next host resets kombu's timeout
+                share = max(deadline - time.monotonic(), 0.001) / hosts_left
                 connection.connect_timeout = min(own_timeout or CONNECT_TIMEOUT, share)
             try:
                 open_connection(connection)

@@ -140,8 +140,8 @@ class Publisher:
             self._channel.unconfirmed.on_settled = on_settled
             return self._channel
         self.declared.clear()
-        kombu_internals.connect(self.connection, _remaining(deadline))
-        with Wire(self.connection).all_answers_within(_remaining(deadline)):
+        kombu_internals.connect(self.connection, deadline)
+        with Wire(self.connection).all_answers_by(deadline):
             self._channel = ConfirmChannel(self.connection, on_settled)
         if self._is_alone:
             self._channel.wire.receive_ahead()
@@ -270,7 +270,7 @@ class Run(publish_loop.PublishLoop):
         ):
             raise exceptions.ConnectionBlocked(*publication.address(), publish_loop.BLOCKED)
         try:
-            with channel.wire.all_answers_within(_remaining(publication.deadline)):
+            with channel.wire.all_answers_by(publication.deadline):
                 declare(self._connection)
             declared.add(declare)
         except TimeoutError as slow:
@@ -436,11 +436,6 @@ class Pipeline:
         self._done(publication)
 
 
-def _remaining(deadline: float) -> float:
-    """Return the seconds until a deadline, at least 1 ms, for one read."""
-    return max(deadline - time.monotonic(), 0.001)
-
-
 class PublisherPool:
     """Lends publishers to threads, one each, and keeps them for the next.
 
@@ -465,13 +460,11 @@ class PublisherPool:
         In a forked process those of the parent are dropped and not closed: that would end the
         parent's connections.
         """
-        self._publishers = [self._publisher() for _ in range(self._limit or 0)]
+        clones = [self.connection.clone() for _ in range(self._limit or 0)]
+        self._publishers = [Publisher(each, is_alone=True) for each in clones]
         self._free: LifoQueue[Publisher] = LifoQueue()
         for each in self._publishers:
             self._free.put(each)
-
-    def _publisher(self) -> Publisher:
-        return Publisher(self.connection.clone(), is_alone=True)
 
     @contextmanager
     def acquire(self, timeout: float | None = None) -> Iterator[Publisher]:
@@ -484,7 +477,7 @@ class PublisherPool:
             NoPublisherFree: All of them were in use for that long.
         """
         if not self._limit:
-            publisher = self._publisher()
+            publisher = Publisher(self.connection.clone(), is_alone=True)
             try:
                 yield publisher
             finally:

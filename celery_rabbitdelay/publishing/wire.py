@@ -46,6 +46,9 @@ PAYLOAD_SIZE: Final = slice(3, 7)
 #: Seconds that a broker which has closed a channel may take to open it again.
 REOPEN_TIMEOUT: Final = 5.0
 
+#: Seconds that a wait for an answer takes at least, where the time is over already.
+MIN_WAIT: Final = 0.001
+
 #: Bytes that are received ahead, if there are as many. More would cost time: with each part of a
 #: frame, py-amqp copies what is left of them.
 RECEIVED_AT_ONCE: Final = 4096
@@ -233,9 +236,13 @@ class Wire:
                 own.settimeout(former)
 
     @contextmanager
-    def all_answers_within(self, seconds: float) -> Iterator[None]:
-        """Bound all waits for answers on this connection together."""
-        deadline = time.monotonic() + seconds
+    def all_answers_by(self, deadline: float) -> Iterator[None]:
+        """Bound all waits for answers on this connection together.
+
+        Args:
+            deadline: When they end, on the clock of :func:`time.monotonic`.
+        """
+        seconds = max(deadline - time.monotonic(), MIN_WAIT)
         read = self._amqp.blocking_read
 
         def read_in_time(timeout: float | None = None) -> object:

@@ -211,7 +211,8 @@ def is_tracked(delays: Delays, task: object) -> bool:
         task: The task; None for one that the application does not know.
     """
     settings = delays.settings_of(RegistrySettings)
-    return delays.uses("registry_url") and RegistryOptions.of(settings, task, {}, {}).track
+    has_registry = bool(delays.setting("registry_url"))
+    return has_registry and RegistryOptions.of(settings, task, {}, {}).track
 
 
 def _unique_ms(given: Options, key: str) -> int | None:

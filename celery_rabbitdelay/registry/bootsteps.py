@@ -81,7 +81,7 @@ class DecideOnArrival(RabbitMQStep):
     def start(self, consumer: _Consumer) -> None:
         """Begin to ask about the tasks of a new connection."""
         strategies = consumer.strategies
-        if consumer.app.rabbitdelay.uses("registry_url") and strategies.early_tasks is not None:
+        if consumer.app.rabbitdelay.setting("registry_url") and strategies.early_tasks is not None:
             self._decisions = strategies.decisions = Decisions(consumer, strategies.early_tasks)
             self._decisions.start()
 
@@ -113,7 +113,7 @@ class ReturnPaused(RabbitMQStep):
     def start(self, worker: WorkController) -> None:
         """Begin to look for what was paused and is not any more."""
         self._delays: Delays = worker.app.rabbitdelay
-        if self._delays.uses("registry_url"):
+        if self._delays.setting("registry_url"):
             self._stopping = Event()
             self._failures = WarningLimit(logger, "Attempts to return what was paused")
             self._thread = Thread(target=self._run, name="rabbitdelay-resumes", daemon=True)
@@ -212,7 +212,7 @@ def _waiting(
     None without a registry, or while Redis does not answer.
     """
     delays: Delays | None = getattr(state.app, "rabbitdelay", None)
-    if delays is None or not (delays.available and delays.uses("registry_url")):
+    if delays is None or not (delays.available and delays.setting("registry_url")):
         return []
     index = registry_of(delays).index
     try:

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Final
 
 from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.pipelines import borrowed_publisher
 from celery_rabbitdelay.exceptions import PublishError, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, milliseconds_of
@@ -182,7 +183,7 @@ def publish_signed(delays: Delays, delayed: Delayed, due: Due) -> None:
         delayed: The message, and where it goes.
         due: When it is due.
     """
-    with delays.publisher() as publisher:
+    with borrowed_publisher(delays) as publisher:
         producer = DelayedProducer(publisher, **delays.settings.for_producer)
         delayed = delayed._replace(message=signed(delayed.message, producer.signing_keys))
         producer.publish_message(delayed, due, PublishPolicy(producer.timeout))

@@ -82,7 +82,7 @@ class Waiting(Holding):
     @property
     def has_registry(self) -> bool:
         """Whether there is a registry, and the broker has levels."""
-        return self._delays.available and self._delays.uses("registry_url")
+        return self._delays.available and bool(self._delays.setting("registry_url"))
 
     def cancel(
         self,

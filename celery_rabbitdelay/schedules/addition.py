@@ -71,5 +71,5 @@ class SchedulesAddition(Addition):
 
     def beat_starts(self, service: Any) -> None:
         """Take the entries from a service of beat."""
-        if self.delays.uses("beat"):
+        if self.delays.setting("beat"):
             idle_beat(service)

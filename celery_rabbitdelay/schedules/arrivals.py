@@ -143,7 +143,7 @@ class Arrivals(BatchThread[_Came]):
         """Compare clocks; put the entries of beat, or again if Redis has lost them."""
         with suppress(RegistryUnavailable):  # the next look says it as well
             self._note_clock()
-        if self._delays.uses("beat"):
+        if self._delays.setting("beat"):
             self._beat = self._beat or BeatEntries(self._delays.schedules)
             self._beat.keep()
 

@@ -22,6 +22,7 @@ from kombu import Message
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of
 from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.pipelines import borrowed_publisher
 from celery_rabbitdelay.exceptions import TEMPORARY_ERRORS
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due, milliseconds
@@ -140,7 +141,7 @@ def publish_each(
                 yield publication
 
     try:
-        with delays.publisher() as publisher:
+        with borrowed_publisher(delays) as publisher:
             producer = DelayedProducer(publisher, **delays.settings.for_producer)
             Run(
                 publisher,

@@ -87,7 +87,7 @@ def test_settings_are_read_once_and_wrong_ones_are_an_error_of_each_way_to_send(
     app.rabbitdelay.reset()
     senders: list[Callable[[], Any]] = [
         lambda: remind.apply_async(countdown=5),
-        lambda: app.rabbitdelay.send_many(remind, []),
+        lambda: app.rabbitdelay.send_many(remind, [{}]),
     ]
     for send in senders:
         with pytest.raises(exceptions.InvalidSetting, match=told):

@@ -165,7 +165,7 @@ def test_the_wait_for_a_publisher_and_former_attempts_count(
 
     for module in (task_sending, pipelines):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(app.rabbitdelay, "publisher", borrowed)
+    monkeypatch.setattr(pipelines, "borrowed_publisher", borrowed)
     due, options = Due.after(60), {"task_id": "task"}
     producer = DelayedTaskProducer(app.rabbitdelay, "remind", due, options)
     for _ in timeouts:

@@ -14,6 +14,7 @@ import pytest
 from celery import chord
 
 from celery_rabbitdelay import InvalidDelay, InvalidDelayType
+from celery_rabbitdelay.app.pipelines import borrowed_publisher
 from celery_rabbitdelay.kombu import DelayedProducer, Due, Topology, clock, custom, resolve
 from celery_rabbitdelay.registry.record import restored
 from celery_rabbitdelay.testing import recorded
@@ -131,7 +132,7 @@ def _by_kombu(app: Any, kind: Kind) -> Any:
     topology = Topology("any", custom([("seconds", 9, kind.length(HOUR))]))
     route = topology.route(kind.length(4 * HOUR), "a", tolerance=kind.length(HOUR))
     due = Due.after(kind.length(HOUR)), Due.at(kind.at(NOW + HOUR)), Due.at(kind.at(NOW))
-    with app.rabbitdelay.publisher() as publisher:
+    with borrowed_publisher(app.rabbitdelay) as publisher:
         producer = DelayedProducer(publisher, **app.rabbitdelay.settings.for_producer)
         queue = app.amqp.queues[app.conf.task_default_queue]
         producer.publish_delayed(b"", resolve("", queue.name, [queue]), kind.length(HOUR))
