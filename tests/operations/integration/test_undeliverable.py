@@ -24,7 +24,7 @@ from celery_rabbitdelay.operations.undeliverable import (
     redrive,
     undeliverable_messages,
 )
-from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.publishing.declaration import declare, missing
 from celery_rabbitdelay.testing import RabbitMQServer
 from tests.kernel.integration.arrivals import count, take, wait_until_waiting
 from tests.kernel.integration.shop import named
@@ -229,6 +229,17 @@ def test_attempts_are_counted_through_distribution(connection: Connection, serve
         assert [each.headers[header_names.REDRIVEN] for each in copies] == [attempt] * 2
     report = redrive(Place(connection, topology), redriving)
     assert report.left == {"it was redriven 2 times already": 2}
+
+
+def test_a_redrive_declares_levels_that_were_deleted(
+    connection: Connection, declared: Topology, queue: Queue
+) -> None:
+    put(connection, declared, *numbered(1, queue.name))
+    deleted = next(iter(declared.level_queues.values()))[0]
+    deleted(connection.default_channel).delete()
+    assert missing(connection, declared) == (deleted.name,)
+    assert redrive(Place(connection, declared), to_queues(declared, queue)).moved == 1
+    assert missing(connection, declared) == ()
 
 
 def test_messages_stay_if_the_levels_are_gone(
