@@ -19,8 +19,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.exceptions import *  # noqa: F403 - every error is public
-from celery_rabbitdelay.exceptions import __all__ as _errors
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.app import signals
@@ -45,7 +45,11 @@ __all__ = [
     "shared_task",
     "signals",
 ]
-__all__ += _errors
+__all__ += [
+    name
+    for name, each in vars(exceptions).items()
+    if isinstance(each, type) and issubclass(each, exceptions.RabbitDelayError)
+]
 
 __version__ = "0.1.0"
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import pytest
 
+import celery_rabbitdelay
 import celery_rabbitdelay.exceptions as errors
 
 LOST: Final = errors.ConnectionLost("x", "key", "cut")
@@ -45,7 +46,8 @@ def sample(name: str) -> Exception:
         *(
             lambda name=name: sample(name)
             for name in sorted(
-                set(errors.__all__) - {"RabbitDelayError", "RowsNotConfirmed", "TasksNotConfirmed"}
+                (set(celery_rabbitdelay.__all__) & vars(errors).keys())
+                - {"RabbitDelayError", "RowsNotConfirmed", "TasksNotConfirmed"}
             )
         ),
         lambda: errors.RowsNotConfirmed("report", {5: NACKED, 3: LOST}, 7),
