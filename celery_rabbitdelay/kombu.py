@@ -12,11 +12,13 @@ Importing this module imports neither Celery nor Redis::
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import strip
 from celery_rabbitdelay.levels.layout import Layout, Level, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Route, Topology
-from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
     declare,
@@ -28,6 +30,9 @@ from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
 from celery_rabbitdelay.publishing.signature import SigningKeys
+
+if TYPE_CHECKING:
+    from celery_rabbitdelay.operations.reasons import Undeliverable, examine
 
 __all__ = [
     "DelayedProducer",
@@ -54,3 +59,10 @@ __all__ = [
     "resolve",
     "strip",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what belongs to the addition for operators on first use (PEP 562)."""
+    if name not in ("Undeliverable", "examine"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("celery_rabbitdelay.operations.reasons"), name)

@@ -30,7 +30,9 @@ OF_ALL_ROOMS: Final = (
 )
 
 #: The files of the kernel that name additions for type checkers, a line for each class.
-NAMES_ADDITIONS: Final = ("celery_rabbitdelay/__init__.py", "celery_rabbitdelay/app/extension.py")
+NAMES_ADDITIONS: Final = tuple(
+    f"celery_rabbitdelay/{name}.py" for name in ("__init__", "kombu", "app/extension")
+)
 
 #: Seconds that a task may take.
 PATIENCE: Final = 60

@@ -5,8 +5,8 @@ the capacity, and distribution is the consumer that publishes to the final excha
 kombu connections and know nothing of Celery, whose workers serve them.
 
 Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``limits`` (what a
-message may reach and cost), ``envelope``, ``forwarding`` (the one way back into the levels, also
-for workers) and ``undeliverable``; then ``deliveries`` (what a worker serves and counts; how each
-message is taken and settled), ``attempts`` (what becomes of a message that is not taken), and
-``service`` (the thread that receives, publishes and acknowledges, and connects again).
+message may reach and cost), ``envelope`` and ``forwarding`` (the one way back into the levels,
+also for workers); then ``deliveries`` (what a worker serves and counts; how each message is taken
+and settled), ``attempts`` (what becomes of a message that is not taken), and ``service`` (the
+thread that receives, publishes and acknowledges, and connects again).
 """

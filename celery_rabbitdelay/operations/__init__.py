@@ -8,8 +8,8 @@
 * To move messages: ``source`` takes them from queues, ``mover`` publishes them elsewhere and
   acknowledges them once they are confirmed, and ``conversion`` converts those of other levels and
   mechanisms; ``move_commands`` has ``migrate``, ``transfer`` and ``adopt``.
-* ``undeliverable`` reads, redrives and deletes what could not be delivered; ``redriving`` decides
-  what may go where.
+* ``undeliverable`` reads, redrives and deletes what could not be delivered; ``reasons`` says why a
+  message could not be, and ``redriving`` decides what may go where.
 
 It stands on the kernel alone; only ``status`` asks other additions, where the settings name a
 registry.

@@ -36,8 +36,8 @@ from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, shortene
 from celery_rabbitdelay.levels.topology import PROBE_TYPE, Topology
 from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.mover import Place, Stay
+from celery_rabbitdelay.operations.reasons import examine
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.destination import (
     Destination,

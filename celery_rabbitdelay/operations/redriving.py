@@ -35,8 +35,8 @@ from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.limits import AllowedDestinations
-from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.conversion import routed
+from celery_rabbitdelay.operations.reasons import examine
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import DelayedProducer

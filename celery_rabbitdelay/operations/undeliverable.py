@@ -27,8 +27,8 @@ from celery_rabbitdelay.levels.headers import ENVELOPE, later_version, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
 from celery_rabbitdelay.operations.mover import Destinations, Moved, Mover, Place, Stay, counted_as
+from celery_rabbitdelay.operations.reasons import Undeliverable, examine
 from celery_rabbitdelay.operations.redriving import Redriving, redriving_for
 from celery_rabbitdelay.operations.source import ANSWER_TIMEOUT, READERS_PRIORITY, Source, ready_in
 from celery_rabbitdelay.publishing.message import Content, body_of, headers_of

@@ -27,7 +27,7 @@ from celery_rabbitdelay.modules.envelope import (
     compressed,
 )
 from celery_rabbitdelay.modules.limits import MAX_DEPTH, AllowedDestinations
-from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.operations.reasons import examine
 from celery_rabbitdelay.operations.redriving import Redriving
 from celery_rabbitdelay.publishing.kombu_internals import decompressed_size
 from celery_rabbitdelay.publishing.message import headers_of

@@ -8,12 +8,12 @@ from typing import Any, Final
 import pytest
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.kombu import examine
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope, Item
-from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.kernel.integration.arrivals import Arrival, count, take

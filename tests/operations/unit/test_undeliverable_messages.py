@@ -14,9 +14,9 @@ from celery_rabbitdelay.kombu import Topology, examine
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Envelope, Item
-from celery_rabbitdelay.modules.undeliverable import Undeliverable
 from celery_rabbitdelay.operations import mover
 from celery_rabbitdelay.operations import undeliverable as messages
+from celery_rabbitdelay.operations.reasons import Undeliverable
 from tests.kernel.unit.clock import frozen
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
