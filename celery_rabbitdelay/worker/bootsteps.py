@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -51,27 +49,20 @@ from celery_rabbitdelay.worker.restore import Origins, RestoringStrategies
 logger = logging.getLogger(__name__)
 
 
-#: Seconds that a worker waits at most before it declares again what the broker has lost. After a
-#: restart of the broker all workers connect at once, and each of them would declare all queues.
-MAX_JITTER: Final = 2.0
-
-
 class WorkerDeclaration:
     """Declares what a worker needs: the levels, and its queues with their bindings.
 
     The worker's consumer and its modules have a connection each. The first one that connects
     declares for all of them. When one of them is lost, the broker may have lost its state: the next
-    one that connects looks for what is missing. If there is something, it waits for a random time,
-    looks again, and then declares the levels, unless another worker has done that meanwhile.
+    one that connects looks for what is missing, and declares the levels only then. After a restart
+    of the broker all workers connect at once, and to look takes a tenth of the time.
 
     Args:
         app: The worker's application.
-        wait: Waits for a number of seconds.
     """
 
-    def __init__(self, app: DelayingCelery, wait: Callable[[float], object] = time.sleep) -> None:
+    def __init__(self, app: DelayingCelery) -> None:
         self._app = app
-        self._wait = wait
         self._lock = Lock()
         self._has_declared = False
         #: The brokers where everything is declared. With a fail-over list, connections may reach
@@ -80,9 +71,6 @@ class WorkerDeclaration:
 
     def declare(self, connection: Connection) -> None:
         """Declare everything, unless that was done since the last loss of a connection.
-
-        After a loss, the levels are only declared if something is missing, and after a random wait
-        of at most :data:`MAX_JITTER`.
 
         With ``rabbitdelay_declare = "never"``, check that the levels are there.
 
@@ -99,7 +87,8 @@ class WorkerDeclaration:
             if broker in self._brokers:
                 return
             delays = self._app.rabbitdelay
-            if not self._has_declared or self._is_missing_after_a_wait(connection):
+            is_declared = self._has_declared and delays.settings.declare == "auto"
+            if not (is_declared and is_complete(connection, delays.topology)):
                 delays.declare(connection)
             self._has_declared = True
             if delays.settings.declare == "auto":
@@ -112,18 +101,6 @@ class WorkerDeclaration:
                 delays.topology.prefix,
                 delays.topology.identity.fingerprint,
             )
-
-    def _is_missing_after_a_wait(self, connection: Connection) -> bool:
-        """Return whether the levels have to be declared, or checked, on a new connection."""
-        delays = self._app.rabbitdelay
-        if delays.settings.declare == "never":
-            return True
-        if is_complete(connection, delays.topology):
-            return False
-        seconds = random.uniform(0, MAX_JITTER)  # noqa: S311 - jitter is no secret
-        logger.info("Delay levels are missing; looking again in %.1f s.", seconds)
-        self._wait(seconds)
-        return not is_complete(connection, delays.topology)
 
     def bind_own_queues(self, connection: Connection) -> None:
         """Bind the queues that nobody else has: exclusive ones, and those for broadcasts.

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from select import select
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import amqp
 import pytest
@@ -24,7 +25,7 @@ from celery_rabbitdelay.publishing.declaration import (
 )
 from celery_rabbitdelay.publishing.kombu_internals import PASSIVE_BATCH, find_exchanges, find_queues
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.worker.bootsteps import MAX_JITTER, WorkerDeclaration
+from celery_rabbitdelay.worker.bootsteps import WorkerDeclaration
 from tests.kernel.integration.arrivals import wait_until_waiting
 from tests.kernel.integration.publishing import publish
 
@@ -85,11 +86,13 @@ def test_the_clock_is_declared_checked_and_deleted_in_a_few_round_trips(
     assert round_trips(delete) <= FEW
 
 
-def test_a_worker_declares_once_and_after_a_loss_what_is_missing_after_a_random_wait(
-    shop: Any, connection: Connection, broker_url: str
+def test_a_worker_declares_once_and_after_a_loss_only_if_something_is_missing(
+    shop: Any, connection: Connection, broker_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topology, waits = shop.rabbitdelay.topology, list[float]()
-    declaration = WorkerDeclaration(shop, waits.append)
+    topology = shop.rabbitdelay.topology
+    declared = mock.Mock(side_effect=shop.rabbitdelay.declare)
+    monkeypatch.setattr(shop.rabbitdelay, "declare", declared)
+    declaration = WorkerDeclaration(shop)
     connection.connect()
     with Connection(broker_url) as other:
         declaration.declare(connection)
@@ -99,19 +102,15 @@ def test_a_worker_declares_once_and_after_a_loss_what_is_missing_after_a_random_
         assert trips.count == 0
         declaration.connection_lost()
         declaration.declare(other)
-        # No wait at the first start, and none for what is in place.
-        assert waits == []
-        for lost in range(1, 4):
-            delete(connection, topology)
-            declaration.connection_lost()
-            declaration.declare(connection)
-            assert len(waits) == lost
-            assert missing(connection, topology) == ()
-            with counted(other) as trips:
-                declaration.declare(other)
-            assert trips.count == 0
-    assert len(set(waits)) == len(waits)
-    assert all(0 <= seconds <= MAX_JITTER for seconds in waits)
+        assert declared.mock_calls == [mock.call(connection)]
+        delete(connection, topology)
+        declaration.connection_lost()
+        declaration.declare(connection)
+        assert declared.mock_calls == [mock.call(connection)] * 2
+        assert missing(connection, topology) == ()
+        with counted(other) as trips:
+            declaration.declare(other)
+        assert trips.count == 0
 
 
 @pytest.mark.parametrize(
