@@ -51,7 +51,7 @@ def _worker(name: str, answer: Answer) -> dict[str, object]:
         "received": arrivals.get("received"),
         "latest": arrivals.get("latest"),
         "queues": [str(each) for each in _of(at_work.get("queues"), list, [])],
-        "processes": _of(_of(at_work.get("pool"), dict, {}).get("processes"), int, None),
+        "processes": _of(at_work.get("processes"), int, None),
         "uptime": _of(at_work.get("uptime"), int, None),
         "running": [
             {"name": str(each.get("name")), "seconds": _of(each.get("seconds"), float, 0.0)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -42,12 +43,27 @@ LATEST_STEPS: Final = 10
 #: that were later.
 BOUNDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 
-#: Of how many tasks they are counted; further ones count as :data:`OTHER`.
+#: Of how many tasks they are counted in a step; further ones count as :data:`OTHER`.
 MOST_TASKS: Final = 200
 OTHER: Final = "(other)"
 
-#: The counts of tasks, by their names.
-Counts: TypeAlias = dict[str, list[int]]
+
+@dataclass
+class Step:
+    """The tasks that arrived in one step.
+
+    Attributes:
+        received: How many.
+        latest: How many seconds late the latest of them was.
+        by_task: How many were late up to each of :data:`BOUNDS`, and later, by the task's name.
+    """
+
+    received: int = 0
+    latest: float = 0.0
+    by_task: dict[str, list[int]] = field(default_factory=dict)
+
+
+NO_ARRIVALS: Final = Step()
 
 
 class Arrivals:
@@ -59,36 +75,21 @@ class Arrivals:
 
     def __init__(self) -> None:
         self.received = 0
-        #: In each step that had arrivals, their number, and the seconds of the latest.
-        self._steps: dict[int, tuple[int, float]] = {}
-        #: The counts of this half of the time that is remembered, which half it is, and those of
-        #: the half before.
-        self._counts: Counts = {}
-        self._half = 0
-        self._former: Counts = {}
+        #: The steps that had arrivals, of those that are remembered.
+        self._steps: dict[int, Step] = {}
 
     def note(self, due_ms: object, task: str) -> None:
         """Note that a task of a name arrives now; see :func:`lateness`."""
-        late = lateness(due_ms)
+        late, now = lateness(due_ms), _step_now()
+        if now not in self._steps:
+            self._steps = {at: each for at, each in self._steps.items() if at > now - STEPS}
+        step = self._steps.setdefault(now, Step())
         self.received += 1
-        step = self._at()
-        if step not in self._steps:
-            kept = self._steps.items()
-            self._steps = {each: found for each, found in kept if each > step - STEPS}
-        number, latest = self._steps.get(step, (0, 0.0))
-        self._steps[step] = number + 1, max(late, latest)
-        name = task if task in self._counts or len(self._counts) < MOST_TASKS else OTHER
-        counts = self._counts.setdefault(name, [0] * (len(BOUNDS) + 1))
+        step.received += 1
+        step.latest = max(step.latest, late)
+        name = task if task in step.by_task or len(step.by_task) < MOST_TASKS else OTHER
+        counts = step.by_task.setdefault(name, [0] * (len(BOUNDS) + 1))
         counts[bisect_left(BOUNDS, late)] += 1
-
-    def _at(self) -> int:
-        """Return the present step, and forget the counts of the half before the last one."""
-        step = int(time.monotonic()) // STEP
-        half = 2 * step // STEPS
-        if half != self._half:
-            self._former = self._counts if half == self._half + 1 else {}
-            self._counts, self._half = {}, half
-        return step
 
     def status(self, in_full: bool = False) -> dict[str, object]:
         """Return how many tasks have arrived, and how many seconds late the latest one was.
@@ -96,23 +97,28 @@ class Arrivals:
         Args:
             in_full: Whether to add for each minute of the last hour, this minute's first, how many
                 have arrived (``received_by_minute``) and how late the latest was (``by_minute``;
-                None if none has); and for each task, of the last half an hour at least, how many
-                were late up to each of ``late_bounds``, and later (``late_by_task``).
+                None if none has); and for each task how many were late up to each of
+                ``late_bounds``, and later (``late_by_task``).
         """
-        step = self._at()
-        minutes = [self._steps.get(step - ago) for ago in range(STEPS)]
-        latest = max((late for _, late in filter(None, minutes[:LATEST_STEPS])), default=0)
+        now = _step_now()
+        minutes = [self._steps.get(now - ago, NO_ARRIVALS) for ago in range(STEPS)]
+        latest = max(each.latest for each in minutes[:LATEST_STEPS])
         status: dict[str, object] = {"received": self.received, "latest": latest}
         if in_full:
-            status["by_minute"] = [None if each is None else each[1] for each in minutes]
-            status["received_by_minute"] = [0 if each is None else each[0] for each in minutes]
+            status["by_minute"] = [each.latest if each.received else None for each in minutes]
+            status["received_by_minute"] = [each.received for each in minutes]
             status["late_bounds"] = [*BOUNDS]
-            late = {task: [*counts] for task, counts in self._former.items()}
-            for task, counts in self._counts.items():
-                before = late.get(task, [0] * len(counts))
-                late[task] = [*map(sum, zip(before, counts, strict=True))]
+            late: dict[str, list[int]] = {}
+            for each in minutes:
+                for task, counts in each.by_task.items():
+                    before = late.get(task, [0] * len(counts))
+                    late[task] = [*map(sum, zip(before, counts, strict=True))]
             status["late_by_task"] = late
         return status
+
+
+def _step_now() -> int:
+    return int(time.monotonic()) // STEP
 
 
 def may_run_since(waited: DelayHeaders) -> int | None:

@@ -73,13 +73,10 @@ def _at_work(consumer: Any) -> dict[str, object]:
     now = time.monotonic()
     return {
         "queues": sorted(queue.name for queue in (tasks.queues if tasks else ())),
-        "pool": {
-            "class": type(controller.pool).__module__.rpartition(".")[2],
-            "processes": getattr(controller.pool, "num_processes", None),
-        },
+        "processes": getattr(controller.pool, "num_processes", None),
         "uptime": controller.info()["uptime"],
         "running": [
-            {"id": each.id, "name": each.name, "seconds": now - (each.time_start or now)}
+            {"name": each.name, "seconds": now - (each.time_start or now)}
             for each in running[:MOST_RUNNING]
         ],
     }
