@@ -86,12 +86,8 @@ ENVIRONMENT = {**os.environ, "MYPYPATH": str(REPOSITORY)}
 def test_a_type_checker_knows_the_options(tmp_path: Path) -> None:
     assert Path(REPOSITORY, "celery_rabbitdelay/py.typed").exists()
     (tmp_path / "shop.py").write_text(PROJECT)
-    command = (sys.executable, "-m", "mypy", "--strict", "--no-incremental", "shop.py")
-    result = subprocess.run(
-        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 1, result.stdout + result.stderr  # there are errors
-    said = re.findall(r"^shop\.py:(\d+): (error|note): (.*)$", result.stdout, re.M)
+    output = _strict_mypy(tmp_path, "shop.py")
+    said = re.findall(r"^shop\.py:(\d+): (error|note): (.*)$", output, re.M)
     errors = {int(number) for number, kind, _ in said if kind == "error"}
     types = {int(number): text for number, _, text in said if text.startswith("Revealed type")}
     for number, line in enumerate(PROJECT.splitlines(), 1):
@@ -99,3 +95,24 @@ def test_a_type_checker_knows_the_options(tmp_path: Path) -> None:
         assert (number in errors) == (expected == "refused"), line
         if "reveal_type" in line:
             assert re.search(rf'"([a-z_]+\.)*{re.escape(expected)}', types[number]), line
+
+
+def test_the_page_on_typing_shows_what_mypy_says(tmp_path: Path) -> None:
+    page = Path(REPOSITORY, "docs/how-to/typing.md").read_text()
+    files = re.findall(r"^```python\n(# (\w+\.py)\n.*?)^```", page, re.M | re.S)
+    for code, name in files:
+        (tmp_path / name).write_text(code)
+    output = _strict_mypy(tmp_path, *(name for _, name in files))
+    shown = re.findall(r"^(?:mistakes\.py:|Found ).*$", page, re.M)
+    assert len(shown) > 1
+    assert shown == [line for line in output.splitlines() if ": note: " not in line]
+
+
+def _strict_mypy(folder: Path, *files: str) -> str:
+    """Return what mypy says of files that have errors."""
+    command = (sys.executable, "-m", "mypy", "--strict", "--no-incremental", *files)
+    result = subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    return result.stdout
