@@ -17,6 +17,9 @@ myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"{project} {release}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_show_sourcelink = False
 
 # The docstrings are in Google's style; their "Attributes" sections describe what autodoc would
 # otherwise list a second time.
