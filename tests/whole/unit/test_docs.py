@@ -68,6 +68,8 @@ def test_the_reference_has_every_setting() -> None:
         assert group(**{name: defaults[name] for name in names}) == group()
         documented |= names
     assert defaults.keys() == documented
+    roles = SETTINGS.read_text().partition("## Settings by role")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`rabbitdelay_(\w+)`", roles)) == documented
 
 
 def test_the_page_of_the_api_has_every_public_name() -> None:
