@@ -1,5 +1,4 @@
-"""The code blocks of README and docs: ``page`` reads them, ``run`` runs them.
+"""The code blocks of README and docs: ``page`` reads them, ``run`` does what they say.
 
-``shop.py`` is the application that pages import; ``tests/whole/integration/test_documentation.py``
-says what is run and how a page marks what is not.
+``tests/whole/integration/test_documentation.py`` describes what a reader of a page does.
 """

@@ -1,8 +1,8 @@
-"""Run the code blocks of one page in their order: ``python -m tests.documentation.run PAGE``.
+"""Do what one page says, in the order of the page: ``python -m tests.documentation.run PAGE``.
 
-The current folder is the page's own, with an application in ``shop.py``. What a page says of
-``amqp://`` goes to ``CELERY_BROKER_URL``. The exit status is 0 if every block could be run and
-printed what the page shows.
+The current folder is empty at the start. All Python of the page is typed into one session, all
+commands into one terminal. The exit status is 0 if every block could be run and printed what the
+page shows.
 """
 
 import doctest
@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
 from celery_rabbitdelay.testing import Server, wait_for
 from tests.documentation.page import Block, blocks
 
@@ -24,6 +26,8 @@ TIMEOUT: Final = 300
 
 _ID: Final = re.compile(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 _PORT: Final = re.compile(r"(?<=127\.0\.0\.1:)\d+")
+_SERVES: Final = re.compile(r"celery .*\b(worker|rabbitdelay web)\b|uvicorn |flask .*\brun\b")
+_READS: Final = re.compile(r"(sudo )?rabbitmqctl .*\blist_")
 _HOST: Final = re.compile(r"\b\w+@[\w.-]+")
 _NUMBER: Final = re.compile(r"\d[\d,.:]*")
 
@@ -33,7 +37,7 @@ class PageFailed(Exception):
 
 
 class CommandServer(Server):
-    """A worker, by its command line.
+    """A worker, or another program that runs until it is stopped, by its command line.
 
     Args:
         command: The command line.
@@ -46,7 +50,8 @@ class CommandServer(Server):
     def __init__(self, command: str, folder: Path, environment: Mapping[str, str]) -> None:
         super().__init__()
         # Only from this level on, a worker says that it is ready.
-        level = "" if "loglevel" in command else " --loglevel=INFO"
+        self._is_worker = " worker" in command
+        level = " --loglevel=INFO" if self._is_worker and "loglevel" not in command else ""
         self._line, self._variables = f"cd {folder} && exec {command}{level}", environment
 
     def _command(self) -> list[str]:
@@ -56,17 +61,13 @@ class CommandServer(Server):
         return dict(self._variables)
 
     def _ready(self) -> bool:
-        return " ready." in self.log
+        return " ready." in self.log if self._is_worker else bool(self.log)
 
 
 class _Checker(doctest.OutputChecker):
     """Takes any id for any other id, and any port of this machine for any other."""
 
-    def __init__(self) -> None:
-        self.ports: dict[str, str] = {}
-
     def check_output(self, want: str, got: str, optionflags: int) -> bool:
-        self.ports.update(zip(_PORT.findall(want), _PORT.findall(got), strict=False))
         want, got = (_PORT.sub("PORT", _ID.sub("ID", text)) for text in (want, got))
         return super().check_output(want, got, optionflags)
 
@@ -76,12 +77,11 @@ class _Page:
 
     def __init__(self) -> None:
         self._namespace: dict[str, Any] = {"__name__": "__main__"}
-        self._checker = _Checker()
-        self._worker: CommandServer | None = None
+        self._server: CommandServer | None = None
 
     def run(self, block: Block) -> None:
         """Do what a block says."""
-        code = self._with_this_machine_s_addresses(block.code)
+        code = block.code
         match block.action:
             case "python":
                 source = "\n" * (block.line - 1) + code
@@ -91,26 +91,24 @@ class _Page:
             case "console":
                 for command, shown in commands(code):
                     self._run_command(command, shown)
-            case "file":
-                with Path(block.argument).open("a") as file:
+            case "file" | "continued":
+                path = Path(block.argument)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("w" if block.action == "file" else "a") as file:
                     file.write(code)
             case "json":
                 json.loads(code)
             case "toml":
                 tomllib.loads(code)
+            case "yaml":
+                list(yaml.safe_load_all(code))
 
     def close(self) -> None:
         """End what the page has left running."""
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker.stop()
-
-    def _with_this_machine_s_addresses(self, code: str) -> str:
-        url = os.environ["CELERY_BROKER_URL"]
-        for shown in ('"amqp://"', '"amqp://guest:guest@localhost"'):
-            code = code.replace(shown, f'"{url}"')
-        code = code.replace("=amqp://guest:guest@localhost ", f"={url} ")
-        return _PORT.sub(lambda port: self._checker.ports.get(port[0], port[0]), code)
+        if self._server is not None:
+            self._server.kill()
+            self._server.stop()
+            self._server = None
 
     def _run_session(self, code: str, block: Block) -> None:
         test = doctest.DocTestParser().get_doctest(
@@ -118,36 +116,45 @@ class _Page:
         )
         test.globs = self._namespace
         flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-        runner = doctest.DocTestRunner(checker=self._checker, optionflags=flags)
+        runner = doctest.DocTestRunner(checker=_Checker(), optionflags=flags)
         if runner.run(test, clear_globs=False).failed:
             raise PageFailed("the session printed something else")
 
     def _run_command(self, command: str, shown: list[str]) -> None:
-        if re.match(r"celery .*\bworker\b", command):
+        if _SERVES.match(command):
             self.close()
-            self._worker = CommandServer(command, Path.cwd(), os.environ)
-            self._worker.start()
-            worker = self._worker
-            wait_for(lambda: not _lacking(shown, worker.log), f"{command}: {shown}", TIMEOUT)
-            return
-        variables = Path(os.environ["TMPDIR"], "variables")
-        script = f"{command}\nstatus=$?; env --null >{variables}; exit $status"
-        done = subprocess.run(
-            ["bash", "-c", script],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
-        lacking = _lacking(shown, done.stdout)
-        if done.returncode or lacking:
-            raise PageFailed(f"$ {command}\n{done.stdout}\nstatus {done.returncode}, {lacking=}")
-        # What it exports, the commands and the sessions of the page see from here on.
-        for variable in filter(None, variables.read_text().split("\0")):
-            name, _, value = variable.partition("=")
-            os.environ[name] = value
+            server = CommandServer(command, Path.cwd(), os.environ)
+            self._server = server
+            server.start()
+            wait_for(lambda: not _lacking(shown, server.log), f"{command}: {shown}", TIMEOUT)
+        elif _READS.match(command):
+            # RabbitMQ's own figures are some seconds old: a reader looks again.
+            wait_for(lambda: not _lacking(shown, _output(command)), f"{command}: {shown}", TIMEOUT)
+        else:
+            printed = _output(command)
+            if lacking := _lacking(shown, printed):
+                raise PageFailed(f"$ {command}\n{printed}\n{lacking=}")
+
+
+def _output(command: str) -> str:
+    """Run a command to its end, and take over the variables that it exports."""
+    variables = Path(os.environ["TMPDIR"], "variables")
+    script = f"{command}\nstatus=$?; env --null >{variables}; exit $status"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    if done.returncode:
+        raise PageFailed(f"$ {command}\n{done.stdout}\nstatus {done.returncode}")
+    for variable in filter(None, variables.read_text().split("\0")):
+        name, _, value = variable.partition("=")
+        os.environ[name] = value
+    return done.stdout
 
 
 def commands(code: str) -> Iterator[tuple[str, list[str]]]:

@@ -19,7 +19,6 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.metrics.instruments import INSTRUMENTS
 from celery_rabbitdelay.metrics.settings import MetricsSettings
-from tests.kernel.acceptance.django_project import BEAT, MIGRATE, SOURCE, WORKER
 
 TESTS = Path(__file__).resolve().parents[2]
 ROOT = TESTS.parent
@@ -139,16 +138,6 @@ def test_the_containers_of_the_documentation_ask_for_what_a_worker_serves() -> N
     asked = {name: each["httpGet"] for name, each in container.items() if name.endswith("Probe")}
     paths = {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
     assert {name: each["path"] for name, each in asked.items()} == paths
-
-
-def test_the_page_on_django_shows_the_project_that_the_acceptance_tests_run() -> None:
-    page = (DOCS / "how-to" / "existing_app.md").read_text()
-    page = page.partition("\n## Django\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"^```(python|sh)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    sources = [path.read_text() for path in SOURCE.rglob("*.py")]
-    assert all(any(text in each for each in sources) for kind, text in blocks if kind == "python")
-    commands = "".join(text for kind, text in blocks if kind == "sh")
-    assert commands.splitlines() == [MIGRATE, WORKER, BEAT]
 
 
 def test_the_page_has_every_metric_with_its_kind_labels_and_meaning() -> None:
