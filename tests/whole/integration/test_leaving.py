@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -29,8 +30,11 @@ from tests.kernel.integration.trouble import virtual_host
 #: Seconds until most tasks are due, and those that the levels can express.
 DELAY, CAPACITY = 5, 20
 
+#: The same where all tasks have to wait until a program is through.
+LONG_DELAY, LONG_CAPACITY = 60, 200
+
 #: The application, with the package and after it was removed.
-SHOP: Final = f"""
+SHOP: Final = """
 import os
 from kombu import Exchange, Queue
 
@@ -41,16 +45,16 @@ else:
 
 app = Celery("shop", set_as_current=False)
 app.conf.update(broker_url=os.environ["BROKER"], result_backend=os.environ["REDIS"])
-quorum = {{"x-queue-type": "quorum"}}
+quorum = {"x-queue-type": "quorum"}
 app.conf.task_queues = [
     Queue("celery", Exchange("celery"), "celery", queue_arguments=quorum),
     Queue("news", Exchange("news", type="fanout"), queue_arguments=quorum),
 ]
 if "PLAIN" not in os.environ:
     app.conf.update(
-        rabbitdelay_layout=[("seconds", {CAPACITY}, 1), ("ms", 10, 0.1)],
+        rabbitdelay_layout=[("seconds", int(os.environ["CAPACITY"]), 1), ("ms", 10, 0.1)],
         rabbitdelay_registry_url=os.environ["REDIS"],
-        rabbitdelay_registry_options={{"socket_timeout": 10}},
+        rabbitdelay_registry_options={"socket_timeout": 10},
     )
 
 
@@ -74,7 +78,7 @@ PLAIN_WORKER: Final = (
 class Shop:
     """The application in a folder and a virtual host of its own, and what the page does there."""
 
-    def __init__(self, folder: Path, broker: str, redis: RedisServer) -> None:
+    def __init__(self, folder: Path, broker: str, redis: RedisServer, capacity: int) -> None:
         self.folder = folder
         (folder / "shop.py").write_text(SHOP)
         self.environment = {
@@ -83,11 +87,12 @@ class Shop:
             "PYTHONPATH": f"{REPOSITORY}:{folder}",
             "BROKER": broker,
             "REDIS": redis.url,
+            "CAPACITY": f"{capacity}",
             "C_FORCE_ROOT": "1",
         }
         names: dict[str, Any] = {"__name__": "shop"}
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("BROKER", "REDIS"):
+            for name in ("BROKER", "REDIS", "CAPACITY"):
                 patch.setenv(name, self.environment[name])
             exec(SHOP, names)
         self.app = names["app"]
@@ -121,18 +126,31 @@ class Shop:
         wait_for(lambda: ran() >= Counter(expected), f"{expected}", interval=0.2)
         return ran()
 
-    def is_empty(self) -> bool:
-        """Return whether nothing waits in the levels and the modules' queues."""
-        told = self.run("celery -A shop rabbitdelay status")
+    def status(self) -> str:
+        """Return what the command prints."""
+        return self.run("celery -A shop rabbitdelay status")
+
+    def waiting(self) -> dict[str, int]:
+        """Return how many messages wait in the levels and the modules' queues, where some do."""
+        told = self.status()
         counts = dict(re.findall(r"^  (\S+) +([\d,]+) waiting", told, re.MULTILINE))
         assert {"seconds.x1", "meditation", "undeliverable"} <= set(counts), told
-        return set(counts.values()) == {"0"}
+        return {name: int(count) for name, count in counts.items() if count != "0"}
+
+    def is_empty(self) -> bool:
+        """Return whether nothing waits."""
+        return not self.waiting()
 
 
 @pytest.fixture
-def shop(session_rabbitmq: RabbitMQServer, redis: RedisServer, tmp_path: Path) -> Iterator[Shop]:
+def shop(
+    request: pytest.FixtureRequest,
+    session_rabbitmq: RabbitMQServer,
+    redis: RedisServer,
+    tmp_path: Path,
+) -> Iterator[Shop]:
     with virtual_host(session_rabbitmq, f"leaving-{uuid4().hex[:8]}") as url:
-        made = Shop(tmp_path, url, redis)
+        made = Shop(tmp_path, url, redis, getattr(request, "param", CAPACITY))
         yield made
         gc.collect()  # results give their channels up, while Redis is there
         made.app.close()
@@ -176,16 +194,91 @@ def send_each_kind(app: Any) -> None:
     chain(remind.si("link").set(countdown=DELAY), remind.si("next link").set(delay=2)).apply_async()
 
 
+#: What plain workers on the same queues run of this, by the table of the page; and with a worker of
+#: the modules beside them, besides.
+PLAIN_RUN: Final = [
+    *("plain", "older", "newer", "cancelled", "once", "once", "committed", "aborted", "open"),
+    *("paused", "postponed", "nightly", "link", "next link"),
+]
+MODULES_RUN: Final = ["urgent", "news", "meditated", *ROWS]
+
+
+class Page:
+    """The page's code in its order."""
+
+    def __init__(self) -> None:
+        found = blocks(REPOSITORY / "docs/how-to/leave.md")
+        self.files = {
+            name[1]: block.code
+            for block in found
+            if (name := re.match(r"# (\w+\.py)\n", block.code))
+        }
+        self.commands = [each for block in found for each in commands(block.code)]
+
+    def worker_of_modules(self) -> str:
+        """Return the command of the worker that runs no task."""
+        [(command, _)] = [each for each in self.commands if "no-tasks" in each[0]]
+        return command
+
+
+def test_plain_workers_run_what_the_page_says_and_leave_the_rest_behind(shop: Shop) -> None:
+    shop.run("celery -A shop rabbitdelay declare --queues")
+    send_each_kind(shop.app)
+    with shop.worker(PLAIN_WORKER):
+        assert shop.wait_for(*PLAIN_RUN) == Counter(PLAIN_RUN)
+        # An envelope and two tasks, and a task and the note of the job that was committed.
+        wait_for(
+            lambda: shop.waiting() == {"distribution": 3, "check-in": 2}, "the rest", interval=1
+        )
+        assert "cannot answer: KeyError('rabbitdelay_status')" in shop.status()
+        with shop.worker(Page().worker_of_modules()):
+            everything = [*PLAIN_RUN, *MODULES_RUN]
+            assert shop.wait_for(*everything) == Counter(everything)
+            wait_for(shop.is_empty, "empty levels", interval=1)
+
+
+@pytest.mark.parametrize("shop", [LONG_CAPACITY], indirect=True)
+def test_what_waits_is_moved_to_native_delayed_delivery_and_is_not_early(shop: Shop) -> None:
+    page = Page()
+    task = page.files["plain_shop.py"]
+    noting = "app.backend.client.rpush('ran', f'{order} {time.time()}')"
+    task = task.replace('print(f"please pay order {order}")', noting)
+    backend = "import os, time\napp.conf.result_backend = os.environ['REDIS']\n"
+    (shop.folder / "plain_shop.py").write_text(task.replace("\n\n\n@app", f"\n{backend}\n@app"))
+    (shop.folder / "empty_levels.py").write_text(page.files["empty_levels.py"])
+    shop.environment["CELERY_BROKER_URL"] = shop.environment["BROKER"]
+    shop.run("celery -A shop rabbitdelay declare --queues")
+    remind, delay = shop.app.tasks["shop.remind"], LONG_DELAY - 0.5
+    worker = "import plain_shop; plain_shop.app.Worker(pool='solo', loglevel='INFO').start()"
+    with shop.worker(f'python -c "{worker}"'):
+        began, moved = time.time(), [str(number) for number in range(20)]
+        for each in moved:
+            remind.apply_async((each,), delay=delay)
+        stay = [
+            remind.apply_async(("urgent",), delay=delay, priority=7),
+            remind.apply_async(("news",), delay=delay, queue="news"),
+            chain(remind.si("link"), remind.si("next link")).apply_async(countdown=delay),
+        ]
+        rows = [{"args": (name,), "delay": delay} for name in ROWS]
+        assert shop.app.rabbitdelay.send_many(remind, rows, tolerance=5).envelopes == 1
+        [(command, shown)] = [each for each in page.commands if each[0].startswith("python")]
+        assert "20 tasks moved" in shop.run(command, *shown)
+        assert sum(shop.waiting().values()) == len(stay) + 1
+        redis: Any = shop.app.backend.client
+        wait_for(lambda: redis.llen("ran") == len(moved), "the tasks", interval=0.2)
+        ran = dict(each.decode().split() for each in redis.lrange("ran", 0, -1))
+    assert set(ran) == set(moved)
+    # Native delayed delivery cuts a delay down to whole seconds, and the worker waits for the rest.
+    assert min(map(float, ran.values())) >= began + delay
+
+
 def test_the_page_s_commands_lose_nothing_and_run_nothing_that_was_cancelled(shop: Shop) -> None:
     shop.run("celery -A shop rabbitdelay declare --queues")
     send_each_kind(shop.app)
-    _modules_only, *page = (
-        each
-        for block in blocks(REPOSITORY / "docs/how-to/leave.md")
-        for each in commands(block.code)
-    )
     ours: CommandServer | None = None
-    for command, shown in page:
+    for command, shown in Page().commands:
+        if "no-tasks" in command or command.startswith("python"):
+            continue  # the other tests
         if " worker " in command:
             ours = shop.worker(command)
             ours.start()
