@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tests.project_copy import PASSED, REPOSITORY, project_copy, run_tests
+from tests.project_copy import PASSED, REPOSITORY, Run, project_copy, run_tests
 
 PACKAGE: Final = Path("celery_rabbitdelay")
 
@@ -67,17 +67,20 @@ def mutants(script: Path) -> Iterator[Mutant]:
             yield Mutant(script, at + 1, line, "\n".join([*lines[:at], broken, *lines[at + 1 :]]))
 
 
-def is_noticed(mutant: Mutant) -> bool:
-    """Return whether the tests notice a mutant."""
+def run_tests_of(script: Path, text: str) -> Run:
+    """Run the tests of a script in a copy where it has this text."""
     with project_copy() as folder:
-        Path(folder, PACKAGE, mutant.script).write_text(mutant.text)
-        tests = TESTS[mutant.script.parts[0]]
+        Path(folder, PACKAGE, script).write_text(text)
         how = {"RABBITDELAY_SEQUENCES": "300", "RABBITDELAY_SEED": "1"}
-        return run_tests(folder, "-k", "single", *tests, environment=how).code != PASSED
+        return run_tests(folder, "-k", "single", *TESTS[script.parts[0]], environment=how)
 
 
 def main(chosen: Sequence[str]) -> int:
-    """Break all scripts, or the chosen ones; return how many mutants nobody noticed."""
+    """Break all scripts, or the chosen ones; return how many mutants nobody noticed.
+
+    Raises:
+        RuntimeError: Tests fail without a mutant, so they would notice everything.
+    """
     scripts = [
         path.relative_to(REPOSITORY / PACKAGE)
         for room in TESTS
@@ -85,13 +88,20 @@ def main(chosen: Sequence[str]) -> int:
         if not chosen or path.stem in chosen
     ]
     broken = [mutant for script in scripts for mutant in mutants(script)]
+    for script in {script.parts[0]: script for script in scripts}.values():
+        unbroken = run_tests_of(script, (REPOSITORY / PACKAGE / script).read_text())
+        if unbroken.code != PASSED:
+            raise RuntimeError(f"tests fail without a mutant: {unbroken.failed}")
+    survivors = 0
     with ThreadPoolExecutor(2) as threads:
-        noticed = list(threads.map(is_noticed, broken))
-    survivors = [mutant for mutant, was in zip(broken, noticed, strict=True) if not was]
-    for mutant in survivors:
-        print(f"nobody noticed: {mutant.script}:{mutant.number}: {mutant.line.strip()}")
-    print(f"{len(broken) - len(survivors)} of {len(broken)} mutants noticed")
-    return len(survivors)
+        runs = threads.map(lambda mutant: run_tests_of(mutant.script, mutant.text), broken)
+        for mutant, run in zip(broken, runs, strict=True):
+            if run.code == PASSED:
+                survivors += 1
+                where = f"{mutant.script}:{mutant.number}"
+                print(f"nobody noticed: {where}: {mutant.line.strip()}", flush=True)
+    print(f"{len(broken) - survivors} of {len(broken)} mutants noticed")
+    return survivors
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ def main(rooms: Sequence[str]) -> int:
         for fault, why in zip(planted, threads.map(what_tests_say, planted), strict=True):
             if why is not None:
                 overlooked += 1
-                print(f"overlooked: {fault.file}: {fault.breaks} ({fault.tests}): {why}")
+                print(
+                    f"overlooked: {fault.file}: {fault.breaks} ({fault.tests}): {why}", flush=True
+                )
     print(f"{len(planted) - overlooked} of {len(planted)} faults noticed")
     return overlooked
 
