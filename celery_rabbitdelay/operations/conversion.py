@@ -1,11 +1,10 @@
 """Converts messages that wait elsewhere into messages of the levels.
 
 :class:`Migration` is for other levels of this package. Celery's native delayed delivery (kombu's
-``native_delayed_delivery``) and NServiceBus's delay infrastructure
-(https://docs.particular.net/transports/rabbitmq/delayed-delivery) are chains of 28 queues, one for
-each bit of the delay in seconds. There, a routing key consists of these bits and of the
-destination's own key, and the headers of a message give its due time. If they lack it, the message
-waits for the longest time that the rest of its chain can take, so that it is never early.
+``native_delayed_delivery``) is a chain of 28 queues, one for each bit of the delay in seconds.
+There, a routing key consists of these bits and of the destination's own key, and the headers of a
+message give its due time. If they lack it, the message waits for the longest time that the rest of
+its chain can take, so that it is never early.
 
 A message keeps its due time, and so waits in the new levels for the rest of its delay. Producers
 and workers may run meanwhile: messages that come due in the old levels reach their queues from
@@ -18,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import tzinfo
 from functools import partial
 from typing import Final, TypeAlias
 from uuid import uuid4
@@ -32,7 +31,7 @@ from celery_rabbitdelay.app.celery_internals import eta_of
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import routing_key
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, shortened
+from celery_rabbitdelay.levels.headers import UNREADABLE, shortened
 from celery_rabbitdelay.levels.topology import PROBE_TYPE, Topology
 from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.forwarding import Outgoing
@@ -203,14 +202,6 @@ MOST_RETURNS: Final = 8
 #: The headers in which RabbitMQ counts returns; from 4.3 on, the second one.
 RETURNS: Final = ("x-delivery-count", "x-acquired-count")
 
-#: How the names of NServiceBus's delay infrastructure begin since it has quorum queues (version 2).
-NSB: Final = "nsb.v2"
-
-#: What NServiceBus writes into the headers of a delayed message.
-NSB_DELAY: Final = "NServiceBus.Transport.RabbitMQ.DelayInSeconds"
-NSB_SENT: Final = "NServiceBus.TimeSent"
-NSB_TIME: Final = "%Y-%m-%d %H:%M:%S:%f Z"
-
 #: The reasons for which a task is left as it should be: it is not delayed, or it keeps Celery's own
 #: delays.
 NOT_DELAYED: Final = "it is due, or has no eta"
@@ -236,11 +227,6 @@ def native_queues(prefix: str = "") -> list[str]:
     return [f"{start}celery_delayed_{level}" for level in reversed(range(BITS))]
 
 
-def nservicebus_queues() -> list[str]:
-    """Return the queues of NServiceBus's delay infrastructure, the longest delay first."""
-    return [f"{NSB}.delay-level-{level:02}" for level in reversed(range(BITS))]
-
-
 def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[Due, str]:
     """Return when a message leaves its chain, and the routing key of its destination.
 
@@ -259,7 +245,7 @@ def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[D
     found = _BITS.fullmatch(info["routing_key"])
     if found is None:
         raise Stay("its routing key does not begin with 28 bits")
-    level = int(re.split("[_-]", queue)[-1])
+    level = int(queue.rpartition("_")[2])
     # The higher levels are behind it.
     longest = int(found[1].replace(".", "")[-(level + 1) :], 2)
     least = max(longest - 2**level, 0)
@@ -361,44 +347,6 @@ def _destination(queues: Sequence[Queue], routing_key: str) -> Destination:
         raise Stay(f"{which} the routing key {shortened(routing_key)}")
     (exchange,) = found
     return resolve(exchange, routing_key, queues)
-
-
-def nservicebus_chain(topology: Topology, signing_keys: SigningKeys | None = None) -> Adopt:
-    """Return what converts messages in NServiceBus's delay infrastructure.
-
-    When a message is due, it goes to the last exchange of the infrastructure, so that it reaches
-    the same queues as it would have reached there, and no others. :class:`.Stay` is raised if it
-    has headers by which it could reach any queue.
-
-    Args:
-        topology: The levels.
-        signing_keys: What signs the messages, for distribution; None: nothing does.
-    """
-
-    def convert(message: amqp.Message, queue: str) -> Outgoing:
-        headers = headers_of(message)
-        # A delayed retry has the time at which the message was sent first.
-        due, key = _end_of_chain(message, queue, _nservicebus_due(headers))
-        if any(name in headers for name in header_names.SENDER_SELECTED):
-            raise Stay(f"it has the header {' or '.join(header_names.SENDER_SELECTED)}")
-        sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(headers)))
-        where = f"{NSB}.delay-delivery", key
-        return forwarding.for_distribution(topology, sent, due, *where, signing_keys)
-
-    return convert
-
-
-def _nservicebus_due(headers: Mapping[str, object]) -> Due | None:
-    """Return the due time that the headers of a message give; None if they give none."""
-    sent, delay = headers.get(NSB_SENT), headers.get(NSB_DELAY)
-    try:
-        instant = datetime.strptime(str(sent), NSB_TIME).replace(tzinfo=UTC)
-        seconds = int(str(delay))
-        if not 0 <= seconds < 2**BITS:
-            return None
-        return Due.at(instant + timedelta(seconds=seconds))
-    except (ValueError, OverflowError):  # the latter for an instant after the year 9999
-        return None
 
 
 def eta_tasks(tasks: TaskMessages, topology: Topology, queues: Mapping[str, Queue]) -> Adopt:

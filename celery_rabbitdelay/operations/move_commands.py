@@ -22,7 +22,6 @@ from celery_rabbitdelay.app.destinations import configured_destinations, configu
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, TopologyIncomplete
 from celery_rabbitdelay.levels import shown_url
-from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.operations import conversion
 from celery_rabbitdelay.operations.mover import Convert, Destinations, Moved, Mover, Place
 from celery_rabbitdelay.operations.source import ready_in, waiting
@@ -197,21 +196,6 @@ def native(chain_prefix: str, pace: Pace) -> None:
     destinations = Destinations(_target(), queues)
     convert = conversion.native_chain(_tasks(destinations), queues.values())
     _run(destinations, conversion.native_queues(chain_prefix), convert, pace)
-
-
-@adopt.command()
-@_move_options
-def nservicebus(pace: Pace) -> None:
-    """Adopt the messages in NServiceBus's delay infrastructure, in queues nsb.v2.delay-level-*.
-
-    They reach the same queues, through workers that serve distribution.
-    """
-    settings = shared.delays().settings
-    if DISTRIBUTE not in settings.modules:
-        raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
-    convert = conversion.nservicebus_chain(settings.topology, settings.signing_keys)
-    destinations = Destinations(_target(), shared.app().amqp.queues)
-    _run(destinations, conversion.nservicebus_queues(), convert, pace)
 
 
 @adopt.command()

@@ -3,14 +3,14 @@
 import random
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC
 from typing import Any
 from uuid import uuid4
 
 import celery
 import pytest
 from celery.platforms import EX_UNAVAILABLE
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Queue
 from kombu.transport import native_delayed_delivery
 
 from celery_rabbitdelay.levels.topology import Topology
@@ -21,7 +21,6 @@ from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
-from tests.kernel.integration.arrivals import take
 from tests.kernel.integration.notes import Notes
 from tests.kernel.integration.shop import named
 from tests.kernel.integration.worker import Worker, answer
@@ -98,40 +97,6 @@ def test_tasks_in_celerys_native_delayed_delivery_run_on_time_and_once(
         assert each["routing_key"] == "topic.reports"
         # Celery writes its eta in microseconds, after the time was read here.
         assert each["at"] >= due[each["given"][0]] - 0.001
-
-
-def test_messages_in_a_queue_of_nservicebus_reach_the_end_of_its_chain_on_time(
-    configuration: dict[str, Any], connection: Connection, channel: Any, target: Queue
-) -> None:
-    end, level = "nsb.v2.delay-delivery", "nsb.v2.delay-level-04"
-    for name in (end, level):
-        Exchange(name, "topic")(channel).declare()
-    channel.queue_bind(target.name, end, f"#.{target.name}")
-    # Without its TTL; tests/operations/unit/test_moving.py has more of the chain.
-    Queue(level, queue_arguments={"x-queue-type": "quorum"})(channel).queue_declare()
-    channel.queue_bind(level, level, "#")
-    sent = datetime.now(UTC)
-    headers = {
-        "NServiceBus.TimeSent": f"{sent:%Y-%m-%d %H:%M:%S}:{sent.microsecond:06} Z",
-        "NServiceBus.Transport.RabbitMQ.DelayInSeconds": 5,
-    }
-    key = native_delayed_delivery.calculate_routing_key(16, target.name)
-    for number in range(20):
-        connection.Producer().publish(number, exchange=level, routing_key=key, headers=headers)
-    wait_for(lambda: waiting(connection, [level]) == 20, "the messages")
-
-    moved = answer(configuration, "adopt nservicebus", "moved")
-
-    assert (moved["moved"], moved["left"], moved["copies"]) == (20, {}, 0)
-    with Worker(configuration):
-        arrivals = take(connection, [target], 20, timeout=PATIENCE)
-    assert sorted(each.body for each in arrivals) == [*range(20)]
-    # The header has microseconds, the due time milliseconds.
-    assert min(each.at for each in arrivals) >= sent.timestamp() + 5 - 0.001
-    assert {each.message.delivery_info["exchange"] for each in arrivals} == {end}
-    channel.queue_delete(level)
-    for name in (end, level):
-        channel.exchange_delete(name)
 
 
 def test_tasks_with_an_eta_leave_their_queue_and_others_stay(

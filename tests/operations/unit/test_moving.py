@@ -131,39 +131,6 @@ def test_a_native_task_stays_if_the_levels_cannot_take_it(
         native(key, modules=modules, **headers)
 
 
-def nservicebus(seconds: int, level: int, ago: float = 0, **headers: Any) -> Outgoing:
-    sent = wall_clock.now() - timedelta(seconds=ago)
-    told = {
-        "NServiceBus.TimeSent": f"{sent:%Y-%m-%d %H:%M:%S}:{sent.microsecond:06} Z",
-        "NServiceBus.Transport.RabbitMQ.DelayInSeconds": str(seconds),
-        **headers,
-    }
-    key, queue = calculate_routing_key(seconds, "endpoint"), f"nsb.v2.delay-level-{level:02}"
-    return adoption.nservicebus_chain(TOPOLOGY)(message(key, **told), queue)
-
-
-def test_a_message_of_nservicebus_ends_where_its_chain_ends() -> None:
-    outgoing = nservicebus(640, 9, 100)
-    told = headers_of(outgoing)
-    assert due_in(outgoing) == 540
-    assert told[header_names.EXCHANGE] == "nsb.v2.delay-delivery"
-    assert told[header_names.ROUTING_KEY] == "endpoint"
-    with pytest.raises(Stay, match="CC"):
-        nservicebus(40, 5, CC=["celery"])
-    # A delayed retry has the time at which its message was sent first: it is not early.
-    assert due_in(nservicebus(2052, 11, 7200)) == 2052
-
-
-def test_without_a_valid_time_nservicebus_waits_as_long_as_its_chain() -> None:
-    sent, delay = "NServiceBus.TimeSent", "NServiceBus.Transport.RabbitMQ.DelayInSeconds"
-    wrong: tuple[dict[str, Any], ...] = (
-        *({sent: "yesterday"}, {sent: "9999-12-31 23:59:59:999999 Z"}),
-        *({delay: "-1"}, {delay: str(2**28)}),
-    )
-    for told in wrong:
-        assert due_in(nservicebus(40, 5, **told)) == 40
-
-
 def eta_task(**headers: Any) -> Outgoing:
     convert = adoption.eta_tasks(tasks(), TOPOLOGY, {queue.name: queue for queue in QUEUES})
     return convert(message("daily", "reports", **headers), "daily")

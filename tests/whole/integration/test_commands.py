@@ -31,8 +31,8 @@ LEAST: dict[str | None, tuple[str, ...]] = {
         *("schedules resume some-name", "schedules show some-name", "schedules trigger some-name"),
     ),
     "Error: cannot reach a broker: ": (
-        *("adopt native", "adopt nservicebus"),
-        *("adopt eta some-queue", "migrate --from-prefix other --ignore-registry"),
+        *("adopt native", "adopt eta some-queue"),
+        "migrate --from-prefix other --ignore-registry",
         "transfer --from amqp://guest:secret@127.0.0.1:2//",
     ),
     "Error: cannot ask the broker amqp://guest": (
