@@ -1,4 +1,4 @@
-"""``celery rabbitdelay permissions``: what each user of the broker needs, and whether one has it.
+"""``celery rabbitdelay permissions``: what each user of the broker needs.
 
 https://www.rabbitmq.com/docs/access-control
 """
@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from operator import methodcaller
-from typing import Final, Literal, NamedTuple, TypeAlias, cast, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
-import amqp
 import click
-from amqp.exceptions import AccessRefused, ChannelError
 from celery.app.utils import Settings as Configuration
-from kombu import Connection, Exchange, Queue
+from kombu import Queue
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels.routing_key import encode_destination
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE, Topology
-from celery_rabbitdelay.operations.checks import FoundRow
-from celery_rabbitdelay.operations.inventory import Inventory, described
 from celery_rabbitdelay.publishing.destination import bindings_of
 
 #: The users of a broker.
@@ -234,83 +227,3 @@ def permissions(
     shared.answer(
         {**told, "topics": [each._asdict() for each in keys]}, commands(user, host, needed, keys)
     )
-
-
-#: A binding key that nobody uses: the bindings that are removed do not exist.
-NO_KEY: Final = "rabbitdelay.verify"
-
-#: A permission, what it is for, as ``queue`` and a name, and a method that needs it.
-_Question: TypeAlias = tuple[str, str, str, Callable[[amqp.Channel], object]]
-
-
-def check_permissions(
-    connection: Connection, settings: Settings, queues: Sequence[Queue], inventory: Inventory
-) -> Iterator[FoundRow]:
-    """Find permissions that producers and workers need and this user does not have.
-
-    Args:
-        connection: An open connection of the user.
-        settings: The application's settings.
-        queues: The queues of its tasks.
-        inventory: What exists; nothing else is asked for.
-    """
-    exist = {"exchange": inventory.exchanges, "queue": inventory.queues}
-    user = connection.userid or "guest"
-    channel = cast(amqp.Channel, connection.channel())
-    for permission, kind, name, method in _questions(settings, queues):
-        try:
-            if name in exist[kind]:
-                method(channel)
-                # Answered behind the method, or not at all if the broker has refused it. A
-                # declaration that waited for its own answer would have the broker ask the queue's
-                # leader.
-                channel.basic_qos(0, 1, False)
-        except AccessRefused as refused:  # py-amqp has opened the channel again
-            # A method may need several permissions.
-            if f"{kind} '{name}'" in str(refused):
-                told = {"user": user, "permission": permission}
-                yield "permission-missing", f"{kind} {name}", told
-        except ChannelError:
-            pass
-    channel.close()
-
-
-def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Question]:
-    topology, modules = settings.topology, settings.topology.module_queues
-    delivery = topology.delivery.name
-    if settings.declare == "auto":
-        declared = [queue for queue in queues if not getattr(queue, "no_declare", False)]
-        for each in topology.all_exchanges:
-            declare = methodcaller("exchange_declare", each.name, each.type, **_arguments(each))
-            yield "configure", "exchange", each.name, declare
-        for queue in (*topology.queues, *declared):
-            declare = methodcaller("queue_declare", queue.name, **_arguments(queue))
-            yield "configure", "queue", queue.name, declare
-        for queue in declared:
-            unbind = methodcaller("queue_unbind", queue.name, delivery, NO_KEY)
-            yield "write", "queue", queue.name, unbind
-            yield "read", "exchange", delivery, unbind
-    for exchange in topology.exchanges:
-        if exchange != modules.meditated:
-            source = modules.undeliverable.name if exchange.name == delivery else delivery
-            unbind = methodcaller("exchange_unbind", exchange.name, source, NO_KEY)
-            yield "write", "exchange", exchange.name, unbind
-    for name in _served(topology, settings.modules):
-        yield "read", "queue", name, partial(_consume_nothing, name)
-
-
-def _arguments(entity: Exchange | Queue) -> dict[str, object]:
-    """Return how an entity is declared; kombu's own method would call a queue's on_declared."""
-    told = described(entity)
-    return {
-        **{each: told[each] for each in ("durable", "auto_delete", "arguments")},
-        "nowait": True,
-    }
-
-
-def _consume_nothing(name: str, channel: amqp.Channel) -> None:
-    # Should a broker take it after all, it gets one message and gives it back.
-    channel.basic_qos(0, 1, False)
-    tag = channel.basic_consume(name, arguments={"x-priority": "refused"})
-    channel.basic_cancel(tag)
-    channel.basic_recover(requeue=True)

@@ -33,7 +33,6 @@ from celery_rabbitdelay.operations.management import (
     management_api,
     management_option,
 )
-from celery_rabbitdelay.operations.permissions import check_permissions
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import connect
@@ -149,7 +148,7 @@ def verify_broker(
     """Look at a broker, and change nothing.
 
     Args:
-        connection: A kombu connection to RabbitMQ, as the application's own user.
+        connection: A kombu connection to RabbitMQ.
         settings: The application's settings.
         queues: The queues that its tasks are sent to, with their arguments.
         management: The management API of that broker.
@@ -181,7 +180,6 @@ def verify_broker(
             *checks.check_destinations(settings, lasting, inventory),
             *checks.check_replicas(inventory, [*(each.name for each in topology.queues), *names]),
             *checks.check_orphans(topology, inventory, _waiting(connection, orphans)),
-            *check_permissions(connection, settings, lasting, inventory),
             *others,
         ]
     user = connection.userid or "guest"

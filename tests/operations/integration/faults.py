@@ -171,10 +171,6 @@ def classic_destination(place: Place) -> None:
     place.orders.queue_arguments = QUORUM
 
 
-def may_not_send(place: Place) -> None:
-    place.user(configure=".*", write=r"^(orders|amq\..*)", read=".*")
-
-
 def older_layout(place: Place) -> None:
     """The exchanges stay, and messages wait in a queue of an older layout."""
     older = Topology("shop", custom([("hours", 3, 3600), ("minutes", 60, 60)]))
@@ -220,7 +216,6 @@ FAULTS: Final[dict[Plant, set[str]]] = {
     forgotten_destinations: {"destination-unbound"},
     forgotten_where_nobody_helps: {"missing"},
     classic_destination: {"destination-classic", "destination-differs"},
-    may_not_send: {"permission-missing"},
     older_layout: {"orphan", "orphan-empty"},
     classic_levels: {"classic-levels"},
     neglected_schedules: {"schedule-overdue", "schedule-lost"},

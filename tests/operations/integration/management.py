@@ -54,7 +54,6 @@ class Place:
         self.delays: Any = None
         self.is_blocked: Callable[[], bool] = lambda: False
         self._apps: list[Any] = []
-        self._users: list[str] = []
 
     def app(self, prefix: str = "") -> Any:
         """An application whose levels and queues these are, which is closed with this place."""
@@ -72,12 +71,10 @@ class Place:
         return app
 
     def close(self) -> None:
-        """Close the connections of all applications, and the own one; delete the users."""
+        """Close the connections of all applications, and the own one."""
         for app in self._apps:
             app.close()
         self.connection.release()
-        for name in self._users:
-            self.delete("users", name)
 
     def declare(self) -> None:
         """Declare levels and destination."""
@@ -101,14 +98,6 @@ class Place:
         definition = {key.replace("_", "-"): value for key, value in keys.items()}
         settings = {"pattern": pattern, "apply-to": "queues", "definition": definition}
         self.put("policies", self.name, f"policy-{uuid4().hex[:4]}", **settings)
-
-    def user(self, configure: str, write: str, read: str) -> None:
-        """Let the application be another user from now on, who has these permissions."""
-        name = f"user-{self.name}"
-        self.put("users", name, password="secret", tags="")
-        self._users.append(name)
-        self.put("permissions", self.name, name, configure=configure, write=write, read=read)
-        self.connection = Connection(self.url.replace("guest:guest", f"{name}:secret"))
 
     def verify(self) -> Verification:
         """Look for faults."""

@@ -137,9 +137,6 @@ def run_as_printed(place: Place, command: str) -> None:
     # Of levels with other settings, migrate says which they have, or that nobody knows.
     names_them = "rabbitdelay_" in told.output
     assert told.exit_code == 0 or names_them, told.output
-    if "permissions" in arguments:
-        for printed in told.output.splitlines():
-            run_as_printed(place, printed)
 
 
 def test_nothing_on_the_broker_is_changed(place: Place) -> None:
@@ -154,20 +151,6 @@ def test_nothing_on_the_broker_is_changed(place: Place) -> None:
     before = everything()
     place.verify()
     assert everything() == before
-
-
-def test_each_permission_is_named_with_all_that_lacks_it(place: Place) -> None:
-    place.user(configure="", write="^amq", read="^amq")
-    found = {each.what.split()[-1]: set(each.subjects) for each in place.verify().findings}
-    exchanges = {f"exchange {each.name}" for each in place.topology.exchanges}
-    queues = {f"queue {each.name}" for each in (*place.topology.queues, place.orders)}
-    identity = {f"exchange {each.name}" for each in place.topology.identity[1:]}
-    modules = {f"queue shop.{name}" for name in ("checkin", "distribution", "probe")}
-    assert found == {
-        "configure": exchanges | queues | identity,
-        "write": exchanges - {"exchange shop.meditated"} | {"queue orders"},
-        "read": modules | {"queue shop.paused"},
-    }
 
 
 # celery rabbitdelay verify, run as a user does.
