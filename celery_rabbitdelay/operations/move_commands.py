@@ -36,7 +36,7 @@ class Pace(NamedTuple):
     """How messages are moved.
 
     Attributes:
-        timeout: Seconds in which a broker has to answer, or to come back.
+        timeout: Seconds in which a broker has to answer, and the target to come back.
         rate: The most messages that are moved in a second.
         follow: Whether to keep running when the queues are empty, until Ctrl-C.
         dry_run: Whether to count the messages, and move none.
@@ -56,7 +56,7 @@ _move_options: Final = shared.as_one(
         type=shared.seconds_type,
         default=60.0,
         show_default=True,
-        help="In which time a broker has to answer, or to come back.",
+        help="In which time a broker has to answer, and the target to come back.",
     ),
     click.option(
         "--rate",
@@ -266,7 +266,10 @@ def _run(
                 return
             moved = mover.move(follow=pace.follow)
     except shared.BROKER_ERRORS as error:
-        why = f"{mover.result.moved:,} messages are moved, the others are where they were"
+        why = (
+            f"{mover.result.moved:,} messages are moved, {mover.result.copies:,} others may exist "
+            "twice, and the rest is where it was; start it again to go on"
+        )
         if not (mover.result.moved or isinstance(error, amqp.AMQPError)):
             why = "cannot reach a broker"
         shared.fail(error, f"{why}: {error}", EX_UNAVAILABLE)

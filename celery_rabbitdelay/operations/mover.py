@@ -150,12 +150,6 @@ BATCH_SECONDS: Final = 0.05
 #: Seconds of a pause that a limited rate makes up for.
 CATCH_UP: Final = 0.1
 
-#: Lost connections to the source, with no message moved in between, after which the move ends.
-MOST_LOSSES: Final = 5
-
-#: Seconds between two attempts to connect to the source again.
-RECONNECT_EVERY: Final = 1.0
-
 #: How many reasons are counted each for itself: anybody can make up reasons. The others are counted
 #: together.
 MOST_REASONS: Final = 200
@@ -183,8 +177,8 @@ class Moved:
             those that went to ``undeliverable``, or they are deleted.
         undeliverable: How many messages went to ``undeliverable``, by the reason.
         left: How many messages are still in their queues, by the reason.
-        copies: How many messages may be at the target and still be in their queues, because a
-            connection was lost before they were confirmed or acknowledged.
+        copies: How many messages may be at the target and still be in their queues, because the
+            move ended before they were confirmed or acknowledged.
         seconds: The duration of the move.
         finished: Whether the queues were empty at the end, except for the messages in ``left``;
             with ``follow``, always True.
@@ -216,8 +210,7 @@ class Mover:
         rate: The most messages that are published in a second.
         limit: The most messages that are moved; None for all.
         looked_at: How many messages are looked at, so that what comes back at once is not moved
-            twice; None for all. If a connection is lost, it is not known which these were, and all
-            are looked at.
+            twice; None for all.
         dry_run: Whether to count what would be moved, and publish nothing.
         result: The counts of the messages moved so far.
         stopping: Set to end the move; messages in flight are confirmed first.
@@ -249,8 +242,6 @@ class Mover:
         #: to be moved, of which some are in flight.
         self._end = math.inf if self.looked_at is None else self.looked_at
         self._taken = self._tried = self._in_flight = 0
-        #: How often the source was lost since something was moved, and how much was moved then.
-        self._losses = self._moved_before = 0
 
     def move(self, *, follow: bool = False) -> Moved:
         """Move messages until all queues are empty, or ``stopping`` is set.
@@ -282,18 +273,9 @@ class Mover:
         was_empty, idle_rounds = self.looked_at is not None, 0
         while not self.stopping.is_set() and not self._is_full:
             taken_before = self._taken
-            try:
-                ready = self._source.ready(self.queues)
-                if ready and idle_rounds < MOST_IDLE_ROUNDS:
-                    self._move_ready(ready)
-            except SourceLost as lost:
-                if self.stopping.is_set():
-                    # They are not acknowledged: the broker delivers them again.
-                    return False
-                self._connect_again(lost)
-                # What was taken may not be back in its queue yet.
-                was_empty, idle_rounds = False, 0
-                continue
+            ready = self._source.ready(self.queues)
+            if ready and idle_rounds < MOST_IDLE_ROUNDS:
+                self._move_ready(ready)
             if not ready:
                 keeps_running = follow and not self.result.left
                 if was_empty and not keeps_running:
@@ -424,25 +406,3 @@ class Mover:
     def _leave(self, reason: str) -> None:
         if reason:
             self.result.left[counted_as(reason, self.result.left)] += 1
-
-    def _connect_again(self, lost: Exception) -> None:
-        """Connect to the source again, once a second until the time-out is over."""
-        until, moved = time.monotonic() + self.timeout, self.result.moved
-        self._losses = self._losses + 1 if moved == self._moved_before else 1
-        self._moved_before = moved
-        while self._losses <= MOST_LOSSES and time.monotonic() < until:
-            if self.stopping.wait(RECONNECT_EVERY):
-                break
-            try:
-                former, self._source = self._source, Source(self.source, self.timeout)
-            except (OSError, amqp.AMQPError) as again:
-                lost = again
-                continue
-            self.result.copies += len(former.to_acknowledge)
-            former.drop()
-            # The broker has requeued all messages that were taken, and delivers them again.
-            self.result.left.clear()
-            self._lost = None
-            self._end = math.inf
-            return
-        raise OSError(f"the connection to the source is lost: {lost}") from lost

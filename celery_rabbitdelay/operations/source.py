@@ -56,14 +56,10 @@ LOOK_EVERY: Final = 0.02
 
 
 class SourceLost(OSError):
-    """The connection to the source is lost, or does not answer in time.
+    """The queues cannot be read any more: the connection is lost, or the broker refuses.
 
     The broker has requeued all unacknowledged messages, or does so when the connection is closed.
     """
-
-
-class SourceRefused(OSError):
-    """The broker does not let a queue be read: no permission, or it has an exclusive consumer."""
 
 
 class Source:
@@ -131,7 +127,7 @@ class Source:
                 those of former calls.
 
         Raises:
-            SourceRefused: The broker refuses one of them.
+            SourceLost: The broker refuses one of them, or cannot be reached.
         """
         self._consumed.update(queues)
         self._prefetch = prefetch
@@ -261,14 +257,12 @@ class Source:
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
-        """Bound each wait for an answer; raise errors as one of the two above."""
+        """Bound each wait for an answer; raise errors as :class:`SourceLost`."""
         try:
             with self._in_time():
                 yield
         except self.errors as lost:
-            # A queue that does not exist may have been deleted a moment ago.
-            is_refused = isinstance(lost, amqp.ChannelError) and not isinstance(lost, NotFound)
-            raise (SourceRefused if is_refused else SourceLost)(str(lost)) from lost
+            raise SourceLost(f"the queues cannot be read any more: {lost}") from lost
 
 
 def ready_in(connection: Connection, queue: str) -> int:

@@ -310,8 +310,6 @@ class Source:
 
     def close(self) -> None: ...
 
-    def drop(self) -> None: ...
-
 
 def make_mover(patch: pytest.MonkeyPatch, looks: deque[Found], source: Any = Source) -> Mover:
     """Return a mover whose source finds this; the target refuses the message with the tag 7."""
@@ -327,7 +325,6 @@ def make_mover(patch: pytest.MonkeyPatch, looks: deque[Found], source: Any = Sou
 
     patch.setattr(mover_module, "Source", lambda *_: source(looks))
     patch.setattr(mover_module, "SETTLE", 0)
-    patch.setattr(mover_module, "RECONNECT_EVERY", 0)
     patch.setattr(Publisher, "publish_all", publish_all)
     nowhere = Connection("amqp://guest:guest@127.0.0.1:1//")
     return Mover(nowhere, ["from"], Place(nowhere, Topology()), convert)
@@ -343,9 +340,19 @@ def test_a_message_that_the_target_refuses_stays_in_its_queue(
     assert moved.left == {"the target does not take it (MessageNacked)": 1}
 
 
-def test_queues_are_looked_at_twice_again_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was taken when the source was lost may come back only after a look."""
-    looks: deque[Found] = deque([0, SourceLost, 0, 2, 0, 0])
+def test_a_lost_source_ends_the_move_and_what_is_not_acknowledged_may_exist_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mover = make_mover(monkeypatch, deque([2, SourceLost, 0, 0]))
+    with pytest.raises(SourceLost):
+        mover.move()
+    moved = mover.result
+    assert (moved.finished, moved.moved, moved.copies) == (False, 3, 1)
+
+
+def test_queues_are_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message may be between two of them."""
+    looks: deque[Found] = deque([0, 2, 0, 0])
     moved = make_mover(monkeypatch, looks).move()
     assert not looks
-    assert (moved.finished, moved.moved, moved.copies) == (True, 3, 1)
+    assert (moved.finished, moved.moved, moved.copies) == (True, 2, 0)
