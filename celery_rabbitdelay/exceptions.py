@@ -660,16 +660,13 @@ class RegistryRequired(RabbitDelayError, TypeError):
 class RegistryUnavailable(RabbitDelayError, OperationalError):
     """Redis did not answer in time, or refused.
 
-    A send that raises it has published nothing. If ``may_have_arrived`` is True, a decision (a
-    cancel, a commit, a schedule that was put, ...) has taken effect, and has fewer copies than
-    ``rabbitdelay_registry_durability``.
+    A send that raises it has published nothing.
 
     Attributes:
         reason: What went wrong.
     """
 
     reason: str
-    may_have_arrived: bool = False
 
     text: ClassVar = "the registry cannot be used: {self.reason}"
 

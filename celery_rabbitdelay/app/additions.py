@@ -70,7 +70,6 @@ BUILT_IN: Final = (
             "registry_prefix",
             "registry_down",
             "registry_keep",
-            "registry_durability",
             "track",
         ),
         options=("key", "unique", "unique_for", "job", "once", "track"),

@@ -20,7 +20,6 @@ from celery_rabbitdelay.app.settings import (
     SettingsGroup,
     SettingType,
     hidden,
-    whole_number,
 )
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE, TRACKED
@@ -28,9 +27,6 @@ from celery_rabbitdelay.levels.shown_url import without_password
 from celery_rabbitdelay.registry.connection import TAKES_URL, connect, is_redis_url
 from celery_rabbitdelay.registry.decision import Registration, Ticket, new_copy
 from celery_rabbitdelay.registry.registry import Registry
-
-#: The most copies of a decision that a call can wait for.
-MAX_COPIES: Final = 100
 
 RegistryDown: TypeAlias = Literal["hold", "run"]
 Track: TypeAlias = Literal["none", "all"]
@@ -76,11 +72,6 @@ class RegistrySettings(SettingsGroup):
     #: Seconds for which the registry remembers what was decided about a task after the task is due.
     #: A task with such an option that arrives later is undeliverable.
     registry_keep: Annotated[float, SECONDS] = 2_592_000.0
-
-    #: How many copies a cancel, a commit or an abort has to have before the call returns: the
-    #: server's append-only file (Redis 7.2, Valkey) is one, and so is each of its replicas. None:
-    #: Redis has it in memory, and a fail-over may lose it.
-    registry_durability: Annotated[int | None, whole_number(MAX_COPIES)] = None
 
     #: "all": every delayed task is listed in the registry while it waits; "none": those that are
     #: sent with ``track=True``, or whose task has ``track = True``.
@@ -283,9 +274,7 @@ def registry_of(delays: Delays) -> Registry:
 def open_registry(delays: Delays) -> Registry:
     """Make the registry of an application; see :func:`registry_of`."""
     settings, kept = delays.settings_of(RegistrySettings), how_kept(delays)
-    store = connect(
-        str(settings.registry_url), settings.registry_options, settings.registry_durability or 0
-    )
+    store = connect(str(settings.registry_url), settings.registry_options)
 
     def note_call(seconds: float, has_succeeded: bool) -> None:
         delays.recorder.record({REGISTRY: seconds, REGISTRY_FAILURES: int(not has_succeeded)})

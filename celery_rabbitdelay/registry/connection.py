@@ -52,7 +52,7 @@ def _is_url_of_one(url: str) -> bool:
     return False
 
 
-def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0) -> Store:
+def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
     """Return a store that connects when it is first used.
 
     Args:
@@ -62,7 +62,6 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
         options: Further arguments of the client of redis-py; for Sentinel also ``master_name`` and
             ``sentinel_kwargs``, as in ``result_backend_transport_options``. ``socket_timeout`` is
             :data:`TIMEOUT` by default, and bounds connecting as well.
-        copies: How many servers must have a decision before it counts; 0 for the one alone.
 
     Raises:
         InvalidSetting: No such URL or option, or the package ``redis`` is missing.
@@ -101,7 +100,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
     try:
         with suppress(ValueError, redis.RedisError):
             client = _client_of(scheme, url, given)
-            return Store(client, scheme.endswith("+cluster"), errors, copies, timeout)
+            return Store(client, scheme.endswith("+cluster"), errors)
     except TypeError as wrong:
         raise InvalidSetting(OPTIONS, ", ".join(options), f"{wrong}") from wrong
     # Without the cause: what urllib says of a port or a host may quote the password.

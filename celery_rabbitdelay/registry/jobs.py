@@ -95,7 +95,7 @@ class Jobs:
         """
         job_id = self._opening.pop(job, None) or new_copy()
         try:
-            state, *_ = self._call(job, "open", job_id, expires_ms, is_durable=True)
+            state, *_ = self._call(job, "open", job_id, expires_ms)
         except RegistryUnavailable:
             self._opening[job] = job_id
             raise
@@ -121,7 +121,7 @@ class Jobs:
             JobClosed: It was ended otherwise, or there is no such job.
         """
         verb = "commit" if state is JobState.COMMITTED else "abort"
-        found, job_id, expires_ms = self._call(job, verb, is_durable=True)
+        found, job_id, expires_ms = self._call(job, verb)
         if found != state.value:
             raise JobClosed(job, found or "unknown")
         return job_id, int(expires_ms)
@@ -189,20 +189,16 @@ class Jobs:
             self._committed.clear()
         self._committed.add(job)
 
-    def _call(
-        self, job: str, verb: str, job_id: str = "", instant: int = 0, *, is_durable: bool = False
-    ) -> Sequence[str]:
-        (answer,) = self._run([(job, verb, job_id, instant)], is_durable=is_durable)
+    def _call(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> Sequence[str]:
+        (answer,) = self._run([(job, verb, job_id, instant)])
         return self._noted(job, answer)
 
-    def _run(
-        self, calls: Sequence[tuple[str, str, str, int]], *, is_durable: bool = False
-    ) -> Sequence[Any]:
+    def _run(self, calls: Sequence[tuple[str, str, str, int]]) -> Sequence[Any]:
         """Return what ``job.lua`` says to names of jobs, verbs, ids and instants."""
         keys = [self._names.of("job", job) for job, *_ in calls]
         arguments = [(verb, own, at, self._margin_ms) for _, verb, own, at in calls]
         script = ScriptCall("job", keys, arguments, self._keep_ms)
-        (answers,) = self._store.of_each(script, is_durable=is_durable)
+        (answers,) = self._store.of_each(script)
         return answers
 
     def _noted(self, job: str, answer: Sequence[str]) -> Sequence[str]:

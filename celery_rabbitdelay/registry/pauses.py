@@ -82,8 +82,7 @@ class Pauses:
                 1970-01-01 UTC; None: at the resume. It replaces that of an earlier call.
 
         Raises:
-            RegistryUnavailable: Redis does not answer, or has not enough copies; see
-                :meth:`.Store.of_each`.
+            RegistryUnavailable: Redis does not answer.
         """
         until = "" if until_ms is None else str(until_ms)
         return instant_of(int(self._change("pause", _field(task, queue), until)))
@@ -142,14 +141,14 @@ class Pauses:
             return {}
 
     def _look(self) -> Sequence[str]:
-        return self._call("look", is_durable=False)
+        return self._call("look")
 
     def _change(self, verb: str, field: str, until: str) -> str:
         return str(readable("what is paused", self._call(verb, field, until)))
 
-    def _call(self, *words: str, is_durable: bool = True) -> Sequence[str]:
+    def _call(self, *words: str) -> Sequence[str]:
         call = ScriptCall("pause", [self._key], [words])
-        answers: list[list[Sequence[str]]] = self._store.of_each(call, is_durable=is_durable)
+        answers: list[list[Sequence[str]]] = self._store.of_each(call)
         return answers[0][0]
 
 

@@ -335,7 +335,7 @@ class Registry:
         nothing: list[tuple[str, ...]] = [()] * len(ids)
         shared = NOTE_MS + self.keep_ms, int(also_future)
         call = ScriptCall("cancel", self._keys("task", ids), nothing, self.keep_ms, shared)
-        (answers,) = self.store.of_each(call, is_durable=True)
+        (answers,) = self.store.of_each(call)
         newest = self._newest_orders(answers)
         found = dict[str, Outcome | str]()
         for task_id, answer in zip(ids, answers, strict=True):
@@ -387,7 +387,7 @@ class Registry:
             arguments = [(str(min(due_ms, wall_clock.ms() + MAX_LIFE_MS)), newest, key)]
             shared = (int(also_future),)
             call = ScriptCall("postpone", [record], arguments, self.keep_ms, shared)
-            ((answer,),) = self.store.of_each(call, is_durable=True)
+            ((answer,),) = self.store.of_each(call)
             word, *more = readable(f"the record of task {task_id}", answer)
             if word == "earlier":
                 kind, message = more

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.resources import files
@@ -35,9 +34,6 @@ ALLOW_OOM: Final = "#!lua flags=allow-oom"
 
 #: How many keys a script is about: Redis serves nobody else meanwhile.
 KEYS_PER_CALL: Final = 100
-
-#: The share of the time for an answer in which a server waits for copies: it has to answer then.
-WAIT_SHARE: Final = 0.8
 
 #: Not ASCII: an id may hold half of a surrogate pair, for which JSON in Redis has no escape.
 _json: Final = JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -101,8 +97,6 @@ class Store:
         connect: Returns a new client of redis-py.
         is_cluster: Whether only keys with the same hash tag are on the same server.
         errors: The errors of redis-py; the first one is the base of what Redis itself answers.
-        copies: How many servers must have a decision before it counts: see :meth:`of_each`.
-        timeout: Seconds for each answer.
         on_call: Called after each round trip, if it is set, with the seconds that it took and with
             whether it succeeded.
     """
@@ -110,32 +104,24 @@ class Store:
     connect: Callable[[], Client]
     is_cluster: bool
     errors: tuple[type[Exception], ...]
-    copies: int = 0
-    timeout: float = 0.0
     on_call: Callable[[float, bool], None] | None = None
     _free: list[Client] = field(default_factory=list, init=False)
     _scripts: dict[str, Callable[..., str]] = field(default_factory=dict, init=False)
 
-    def of_each(self, *calls: ScriptCall, is_durable: bool = False) -> list[Answers]:
+    def of_each(self, *calls: ScriptCall) -> list[Answers]:
         """Run scripts in one round trip to each server, about any number of keys on any servers.
-
-        With ``is_durable``, return once what they wrote has its copies. The append-only file of the
-        server counts as one copy, if it has one and is Redis 7.2 or Valkey
-        (https://redis.io/docs/latest/commands/waitaof/), and each of its replicas as one.
 
         Returns:
             For each script what it says of each of its keys.
 
         Raises:
-            RegistryUnavailable: Redis did not answer in time, or not to all of them; or there are
-                fewer copies, and ``may_have_arrived`` is True: a fail-over may lose what the
-                scripts wrote.
+            RegistryUnavailable: Redis did not answer in time, or not to all of them.
         """
         parts = [
             (number, group) for number, each in enumerate(calls) for group in self._parts(each)
         ]
-        run = self._run_durably if is_durable and self.copies else self._run
-        answers = run([calls[number].about(group) for number, group in parts]) if parts else []
+        parted = [calls[number].about(group) for number, group in parts]
+        answers = self._run(parted) if parted else []
         said: list[dict[int, Any]] = [{} for _ in calls]
         for (number, group), answer in zip(parts, answers, strict=True):
             said[number].update(zip(group, loads(answer), strict=True))
@@ -160,30 +146,6 @@ class Store:
         if len(calls) == 1 and not self.is_cluster:
             return [self._try(partial(self._by_hash, calls[0]))]
         return self.commands(lambda pipe: [pipe.execute_command(*each.by_text) for each in calls])
-
-    def _run_durably(self, calls: Sequence[ScriptCall]) -> Answers:
-        found = [self._try(partial(self._with_copies, each)) for each in calls]
-        fewest = min(copies for _, copies in found)
-        if fewest < self.copies:
-            short = f"{fewest} of {self.copies} copies have it"
-            reason = f"{short}: a fail-over may lose what was done"
-            raise RegistryUnavailable(reason, may_have_arrived=True)
-        return [answer for answer, _ in found]
-
-    def _with_copies(self, call: ScriptCall, client: Client) -> tuple[str, int]:
-        """Run a script; return its answer, and how many copies there are of what it wrote."""
-        if self.is_cluster:
-            client = client.get_redis_connection(client.get_node_from_key(call.keys[0]))
-        # WAIT counts what its own connection has written.
-        with client.client() as connection:
-            answer = connection.execute_command(*call.by_text)
-            found, wait_ms = 0, int(self.timeout * 1000 * WAIT_SHARE)
-            with suppress(*self.errors[1:]):  # no answer: the copies that are known count
-                with suppress(self.errors[0]):  # no such file, or an unknown command
-                    found = connection.execute_command("WAITAOF", 1, 0, wait_ms)[0]
-                if found < self.copies:
-                    found += connection.execute_command("WAIT", self.copies - found, wait_ms)
-        return answer, found
 
     def commands(self, add: Callable[[Client], object]) -> Answers:
         """Run commands in one round trip to each server.

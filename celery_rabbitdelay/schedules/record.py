@@ -443,9 +443,6 @@ class Records:
 
         Returns:
             Whether it was noted: its record is as it was before.
-
-        Raises:
-            RegistryUnavailable: As all methods; or it was noted, and has too few copies.
         """
         said: Sequence[str | int] = "", "", ""
         if put is not None:
@@ -456,7 +453,7 @@ class Records:
         is_paused = None if paused is None else int(paused)
         fields = [list(map(_text, (*was, order, *said, message, is_paused)))]
         call = self._call("schedules/edit", [name], fields, NOTE_MS)
-        ((is_noted,),) = self._store.of_each(call, is_durable=True)
+        ((is_noted,),) = self._store.of_each(call)
         if isinstance(is_noted, str):
             raise RegistryUnavailable(f"the schedule {name!r} cannot be noted: {is_noted}")
         if is_noted and put is None:
@@ -548,7 +545,7 @@ class Records:
         """Write fields of a record, and nothing else; an empty text takes one away."""
         words = [word for field in fields.items() for word in field]
         call = ScriptCall("schedules/note", [self._names.of("schedule", name)], [words])
-        ((answer,),) = self._store.of_each(call, is_durable=True)
+        ((answer,),) = self._store.of_each(call)
         readable(f"the record of the schedule {name!r}", answer)
 
     def may_heal(self) -> bool:

@@ -18,7 +18,7 @@ from celery.result import AsyncResult
 from celery.utils.time import LocalTimezone
 
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
+from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, instant_of, milliseconds, milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY, ONCE, TRACKED
@@ -277,7 +277,7 @@ class Schedules:
     def _put(self, made: Occurrence, message: str, paused: bool | None) -> Schedule | None:
         """Note a schedule, and send its first occurrence, unless nothing has changed."""
         records = self._records
-        is_noted, short = False, None
+        is_noted = False
         while not is_noted:
             (before,) = records.get([made.name])
             known = before and before.occurrence
@@ -294,19 +294,12 @@ class Schedules:
                 self.delete(made.name)
                 return None
             made = made._replace(instant_ms=first_ms, order=self._next_order(before))
-            try:
-                # False if another program was faster, or an occurrence has come.
-                is_noted = records.edit(made.name, before, made.order, made, message, paused)
-            except RegistryUnavailable as error:
-                if not error.may_have_arrived:
-                    raise
-                is_noted, short = True, error  # it has too few copies, and is put
+            # False if another program was faster, or an occurrence has come.
+            is_noted = records.edit(made.name, before, made.order, made, message, paused)
             if is_noted:
                 self._unlist(before)
         record.send_all(self.app.rabbitdelay, [record.message_of(made, message)])
         records.note(made.name, unsent="")
-        if short is not None:
-            raise short
         return self.get(made.name)
 
     def get(self, name: str) -> Schedule | None:

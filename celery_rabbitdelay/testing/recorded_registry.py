@@ -284,9 +284,7 @@ class _Jobs(Jobs):
     def _known(self) -> dict[str, list[_Job]]:
         return defaultdict(list)
 
-    def _run(
-        self, calls: Sequence[tuple[str, str, str, int]], *, is_durable: bool = False
-    ) -> list[Sequence[str]]:
+    def _run(self, calls: Sequence[tuple[str, str, str, int]]) -> list[Sequence[str]]:
         return [self._say(self._known[job], verb, own, at) for job, verb, own, at in calls]
 
     def _say(self, known: list[_Job], verb: str, job_id: str, instant: int) -> Sequence[str]:

@@ -169,7 +169,7 @@ def test_an_interrupt_ends_a_conversation_with_the_broker_at_once(
     assert interrupt_anywhere(watching, call) > 10
 
 
-def ask_redis(store: Store, has_copies: bool = False) -> None:
+def ask_redis(store: Store) -> None:
     """Ask with commands, with scripts, and for a lock; the answers have to be its own."""
     token = uuid4().hex
     asked = store.commands(lambda pipe: (pipe.set(token, token), pipe.get(token)))
@@ -180,8 +180,6 @@ def ask_redis(store: Store, has_copies: bool = False) -> None:
 
     calls = [lease(each) for each in "abaa"]
     assert store.of_each(*calls) == [[True], [False], [True], [True]]
-    if has_copies:
-        assert store.of_each(*calls[1:3], is_durable=True) == [[False], [True]]
     with Registry(store, token, 60_000, 60_000).alone_under("lock"):
         pass
 
@@ -195,14 +193,12 @@ def any_redis(request: pytest.FixtureRequest) -> Iterator[RedisSetup]:
 
 @pytest.mark.parametrize("any_redis", KINDS, indirect=True)
 def test_an_interrupt_ends_a_conversation_with_redis_at_once(
-    request: pytest.FixtureRequest, any_redis: RedisSetup, watching: Interrupter
+    any_redis: RedisSetup, watching: Interrupter
 ) -> None:
-    store = connect(any_redis.url, {"socket_timeout": TIMEOUT, **any_redis.options}, copies=1)
-    # Only behind Sentinel are there replicas.
-    has_copies = "sentinel" in request.node.name
+    store = connect(any_redis.url, {"socket_timeout": TIMEOUT, **any_redis.options})
 
     def call() -> None:
-        ask_redis(store, has_copies)
+        ask_redis(store)
         store.close()  # how many nodes of a cluster are asked differs from one call to the next
 
     assert interrupt_anywhere(watching, call) > 10

@@ -24,9 +24,6 @@ from tests.registry.integration.registering import (
     verdict,
 )
 
-#: Seconds that Redis may take to answer where it waits for copies.
-COPYING = 3.0
-
 #: A word that no error may contain.
 PASSWORD = "opensesame"
 
@@ -42,10 +39,10 @@ CALLS: dict[str, Callable[[Registry], object]] = {
 
 
 @contextmanager
-def registry_in(url: str, timeout: float = TIMEOUT, copies: int = 0) -> Iterator[Registry]:
+def registry_in(url: str, timeout: float = TIMEOUT) -> Iterator[Registry]:
     """A registry whose connections are closed at the end."""
     options = {"master_name": SentinelSetup.master_name} if url.startswith("sentinel") else {}
-    store = connect(url, {"socket_timeout": timeout, **options}, copies)
+    store = connect(url, {"socket_timeout": timeout, **options})
     yield Registry(store, "test", KEEP_MS, MARGIN_MS)
     store.close()
 
@@ -99,11 +96,9 @@ def test_a_server_that_comes_back_is_used_again_and_has_forgotten() -> None:
         assert registry.register([sent("other", key="order")]) == ["waiting"]
 
 
-def test_a_cluster_waits_for_copies_too_and_is_used_again_when_its_server_comes_back() -> None:
+def test_a_cluster_is_used_again_when_its_server_comes_back() -> None:
     ids = [f"task-{number}" for number in range(100)]
     with RedisCluster() as cluster, registry_in(cluster.url) as registry:
-        with registry_in(cluster.url, COPYING, copies=1) as careful:
-            assert "0 of 1 copies" in unavailable(lambda: careful.cancel(ids[:2]))
         registry.cancel(ids)
         cluster.nodes[1].kill()
         unavailable(lambda: registry.cancel(ids))
@@ -111,28 +106,3 @@ def test_a_cluster_waits_for_copies_too_and_is_used_again_when_its_server_comes_
         cluster.wait_until_whole()
         wait_for(lambda: works(lambda: registry.cancel(ids)), "a call of all servers")
         assert {verdict(registry, sent(each)) for each in ids} == {Verdict.CANCELLED}
-
-
-def test_a_decision_counts_once_it_has_its_copies() -> None:
-    with (
-        SentinelSetup() as servers,
-        registry_in(servers.url, COPYING, copies=1) as registry,
-        registry_in(servers.url) as other,
-    ):
-        assert registry.cancel(["copied"]) == [Outcome.NOTED]
-        servers.replica.suspend()
-        assert "0 of 1 copies" in unavailable(lambda: registry.cancel(["not copied"]))
-        servers.replica.resume()
-        # It has taken effect all the same.
-        assert verdict(other, sent("not copied")) is Verdict.CANCELLED
-
-
-def test_the_append_only_file_is_a_copy_where_redis_can_say_so() -> None:
-    with (
-        ConfiguredRedis("--appendonly", "yes", "--appendfsync", "always") as server,
-        registry_in(server.url, COPYING, copies=1) as registry,
-    ):
-        if server.ask("command", "info", "waitaof"):
-            assert registry.cancel(["task"]) == [Outcome.NOTED]
-        else:
-            assert "0 of 1 copies" in unavailable(lambda: registry.cancel(["task"]))

@@ -3,8 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
-from functools import partial
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
@@ -190,32 +189,6 @@ def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(
         assert Counter(noted()) == Counter(expected)
         wait_for(lambda: "The registry answers again" in shop.worker.log, "its end", PATIENCE)
         shop.worker.stop()
-
-
-def test_a_decision_with_too_few_copies_is_made_and_raises(make_shop: Any, noted: Notes) -> None:
-    delays = noted.shop.rabbitdelay
-    task = noted.send(delay=3600, track=True).id
-    # Its Redis has neither a replica nor an append-only file, and each call waits for one.
-    careful = make_shop(
-        rabbitdelay_registry_durability=1, rabbitdelay_registry_options={"socket_timeout": 2}
-    ).rabbitdelay
-
-    def decided() -> tuple[Any, ...]:
-        job = delays.registry.jobs.state("import")
-        return delays.show(task).state, delays.paused(), job, delays.schedules.all()
-
-    for call, *arguments in (
-        (careful.schedules.put, "hourly", "look", timedelta(hours=1)),
-        (partial(careful.open_job, expires=60), "import"),
-        (careful.commit_job, "import"),
-        (partial(careful.pause, task="note"),),
-        (careful.cancel, task),
-    ):
-        before = decided()
-        with pytest.raises(RegistryUnavailable, match="0 of 1 copies") as raised:
-            call(*arguments)
-        assert raised.value.may_have_arrived
-        assert decided() != before, call
 
 
 def test_what_cannot_be_read_in_redis_holds_up_no_other_task(
