@@ -72,7 +72,7 @@ BUILT_IN: Final = (
             "registry_keep",
             "track",
         ),
-        options=("key", "unique", "unique_for", "job", "once", "track"),
+        options=("key", "job", "once", "track"),
         methods={
             f"{_REGISTRY}.waiting:Waiting": (
                 *("registry", "has_registry", "cancel", "cancel_pending", "cancel_batches"),

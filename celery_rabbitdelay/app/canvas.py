@@ -34,7 +34,7 @@ ResultT_co = TypeVar("ResultT_co", covariant=True)
 TIMES: Final = ("delay", "countdown", "eta")
 
 #: All options that may be a datetime or a timedelta.
-LENGTHS_AND_INSTANTS: Final = ("delay", "eta", "expires", "tolerance", "unique_for")
+LENGTHS_AND_INSTANTS: Final = ("delay", "eta", "expires", "tolerance")
 
 #: The options of a task that are its callbacks.
 LINKS: Final = ("link", "link_error")
@@ -236,9 +236,8 @@ def _translate(signature: Options, word: str, check: Callable[[Options], object]
     options, stamps = without_stamps(options)
     check(options)
     options = _plain_times(translate_delays(options, word, check))
-    for name in ("tolerance", "unique_for"):
-        if isinstance(length := options.get(name), timedelta):
-            options[name] = length.total_seconds()
+    if isinstance(tolerance := options.get("tolerance"), timedelta):
+        options["tolerance"] = tolerance.total_seconds()
     delay = options.pop("delay", None)
     translated = _with_parts(signature, lambda part: _translate(part, word, check))
     translated["options"] = {**options, **stamps}

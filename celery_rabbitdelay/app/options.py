@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, Literal, TypeAlias, TypedDict
+from typing import Any, Final, TypeAlias, TypedDict
 
 import celery
 import kombu
@@ -46,8 +46,6 @@ class SendOptions(TypedDict, total=False):
     confirm_timeout: float
     key: str | None
     job: str | None
-    unique: Literal["first", "newest"] | None
-    unique_for: Delay | None
     once: bool | None
     track: bool | None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.delays import Delays
-from celery_rabbitdelay.app.options import Options, OwnOptions, Result
+from celery_rabbitdelay.app.options import Options, OwnOptions
 from celery_rabbitdelay.exceptions import UnknownOption, UnprocessableMessage
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import DelayHeaders
@@ -88,10 +88,6 @@ class AddedToSend:
     def is_alone(self) -> bool:
         """Whether the send is confirmed by itself, and not at the end of a block."""
         return False
-
-    def around(self, due: Due, send: Callable[[], Result]) -> Result:
-        """Send the task, or return the result of another one instead."""
-        return send()
 
     def headers(self, due: Due) -> Mapping[str, object]:
         """Return the headers that the message gets; called just before it is made."""

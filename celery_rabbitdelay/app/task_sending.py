@@ -303,10 +303,7 @@ class TaskSending(Send):
         if due.is_past and not is_known:
             return self._send_with_eta()
         # Also without a delay: workers ask the additions about tasks that come from the levels.
-        send = partial(self._send_into_levels, due, parts)
-        for part in parts:
-            send = partial(part.around, due, send)
-        return send()
+        return self._send_into_levels(due, parts)
 
     @property
     def _is_continued(self) -> bool:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import is_sent_by_celery
-from celery_rabbitdelay.app.options import Options, Result
+from celery_rabbitdelay.app.options import Options
 from celery_rabbitdelay.app.seams import AddedToSend, Addition, Send
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import Due, milliseconds
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed
@@ -35,7 +34,7 @@ from celery_rabbitdelay.registry.decision import (
 )
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.registry.record import holder_of, stored
+from celery_rabbitdelay.registry.record import stored
 from celery_rabbitdelay.registry.rows import RowRegistration
 from celery_rabbitdelay.registry.waiting import Waiting
 
@@ -175,46 +174,6 @@ class RegisteredSend(AddedToSend):
     def is_alone(self) -> bool:
         """Whether the registry is asked before the send, or told of it afterwards."""
         return bool(self._wanted.job) or self._wanted.is_registered
-
-    def around(self, due: Due, send: Callable[[], Result]) -> Result:
-        """Send the task, unless it has ``unique="first"`` and another one waits under its key."""
-        wanted, options = self._wanted, self._send.options
-        if wanted.unique_ms is None:
-            return send()
-        self._refuse_unique(wanted.unique_ms)
-        holder = None
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(self._registry.alone_under(wanted.key))
-                holder = holder_of(self._registry, wanted.key, wanted.unique_ms)
-            except exceptions.RegistryUnavailable as error:
-                self._sent_although(error)
-            if holder is None:
-                return send()
-        task_id = options["task_id"]
-        logger.info("Task %s is left out: %s has its key %r.", task_id, holder, wanted.key)
-        result_of = options.get("result_cls") or self._send.delays.app.AsyncResult
-        result: Result = result_of(holder)
-        result.ignored = bool(options.get("ignore_result"))
-        return result
-
-    def _refuse_unique(self, unique_ms: int) -> None:
-        """Refuse ``unique="first"`` where something would wait for a task that is left out.
-
-        Raises:
-            UnknownOption: So it is.
-        """
-        settings = self._send.delays.settings_of(RegistrySettings)
-        followed = ("group_id", "chord", "chain", "retries", "replaced_task_nesting")
-        why = ""
-        if any(map(self._send.options.get, followed)):
-            why = "not in a canvas or for a retry: others would wait for what is left out"
-        elif self._wanted.job:
-            why = "cannot be combined with job: the first task may never run"
-        elif unique_ms > milliseconds(settings.registry_keep):
-            why = "unique_for is longer than rabbitdelay_registry_keep"
-        if why:
-            raise exceptions.UnknownOption("unique", "first", why)
 
     def headers(self, due: Due) -> Options:
         """Ask the registry what the message has to carry: its ticket, and the id of its job.

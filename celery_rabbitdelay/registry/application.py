@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias
 
@@ -94,11 +93,6 @@ _BOOL: Final = lambda value: isinstance(value, bool), "takes True or False"
 #: The options of a send that the registry takes; for each, which values it takes, and in words.
 OPTIONS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "key": _TEXT,
-    "unique": (lambda value: value in ("first", "newest"), "takes 'first' or 'newest'"),
-    "unique_for": (
-        lambda value: isinstance(value, int | float | timedelta) and not isinstance(value, bool),
-        "takes seconds, or a timedelta",
-    ),
     "job": _TEXT,
     "once": _BOOL,
     "track": _BOOL,
@@ -137,15 +131,12 @@ class RegistryOptions(NamedTuple):
         job: The job that the task belongs to; empty for none.
         once: Whether only the first message with the task's id runs.
         track: Whether the task is listed while it waits.
-        unique_ms: None, unless the task is only sent if none waits under its key: then for how many
-            milliseconds after a send another one is left out, even if the task has arrived.
     """
 
     key: str = ""
     job: str = ""
     once: bool = False
     track: bool = False
-    unique_ms: int | None = None
 
     @classmethod
     def of(
@@ -166,13 +157,11 @@ class RegistryOptions(NamedTuple):
         """
         once = given.get("once", former.get(ONCE, getattr(task, "once", False)))
         track = given.get("track", former.get(TRACKED, getattr(task, "track", None)))
-        key = given.get("key", former.get(KEY, ""))
         return cls(
-            key,
+            given.get("key", former.get(KEY, "")),
             given.get("job", former.get(JOB, "")),
             bool(once),
             settings.track == "all" if track is None else bool(track),
-            _unique_ms(given, key),
         )
 
     @property
@@ -204,19 +193,6 @@ def is_tracked(delays: Delays, task: object) -> bool:
     settings = delays.settings_of(RegistrySettings)
     has_registry = bool(delays.setting("registry_url"))
     return has_registry and RegistryOptions.of(settings, task, {}, {}).track
-
-
-def _unique_ms(given: Options, key: str) -> int | None:
-    """Return what ``unique`` and ``unique_for`` say; see :attr:`RegistryOptions.unique_ms`."""
-    for name in ("unique", "unique_for"):
-        if name in given and not key:
-            raise exceptions.UnknownOption(name, given[name], "needs a key in the same call")
-    unique_for = given.get("unique_for")
-    if given.get("unique") == "first":
-        return 0 if unique_for is None else milliseconds(unique_for)
-    if unique_for is not None:
-        raise exceptions.UnknownOption("unique_for", unique_for, "needs unique='first'")
-    return None
 
 
 RETURNED: Final = counter(

@@ -19,12 +19,11 @@ SHARDS: Final = 32
 
 
 #: What each key is about that has a name of its own: the record of a task; what it takes to send a
-#: tracked task anew; the newest task that was sent with ``key=``; the one sender at a time with
-#: ``key=`` and ``unique="first"``; a job; a rate that several senders share; a schedule, the
-#: occurrence of it that runs, the one that runs next, and those that have run. The scripts write
-#: some of them as well.
+#: tracked task anew; the newest task that was sent with ``key=``; the one process at a time that
+#: changes something; a job; a rate that several senders share; a schedule, the occurrence of it
+#: that runs, the one that runs next, and those that have run. The scripts write some of them.
 KeyKind: TypeAlias = Literal[
-    "task", "message", "key", "sending", "job", "rate", "schedule", "running", "queued", "ran"
+    "task", "message", "key", "alone", "job", "rate", "schedule", "running", "queued", "ran"
 ]
 
 

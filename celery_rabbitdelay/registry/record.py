@@ -160,37 +160,6 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
     return Record(state, due_ms, postponed_ms, name, key, job, sent_ms)
 
 
-def holder_of(registry: Registry, key: str, unique_ms: int) -> str | None:
-    """Return the id of the task that keeps others under its key from being sent; None for none.
-
-    That is the newest task under the key while it waits, unless it is later than a task that comes
-    late can be: then it may have been lost, with its queue.
-
-    Args:
-        registry: The registry.
-        key: The key.
-        unique_ms: For how many milliseconds after it was sent it is that also when it has arrived.
-
-    Raises:
-        RegistryUnavailable: Redis did not answer, or the record of the task cannot be read.
-    """
-    while True:
-        order, task_id = registry.newest_under(key)
-        record = record_of(registry, task_id) if task_id else None
-        if record is None or record.state is not TaskState.SUPERSEDED:
-            break  # otherwise another one has become the newest meanwhile
-    if record is None or record.state not in (TaskState.WAITING, TaskState.ARRIVED):
-        return None
-    if unique_ms:
-        # Both orders are the time of a send, in microseconds by the clock of Redis.
-        (ticket,) = registry.ask([("", key)])
-        if ticket.order < int(order) + unique_ms * 1000:
-            return task_id
-    if record.state is TaskState.ARRIVED:
-        return None
-    return task_id if record.runs_ms >= registry.index.least_ms() else None
-
-
 #: Celery's headers that say how a task is shown.
 SHOWN: Final = ("shadow", "argsrepr", "kwargsrepr")
 

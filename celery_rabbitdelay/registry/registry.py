@@ -34,10 +34,8 @@ NOTE_MS: Final = 315_360_000_000
 #: sender may have written the due time of an arrival.
 MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
 
-#: Seconds that one sender with ``unique="first"`` waits for another at most.
-SENDING_LEASE: Final = 10.0
-
-#: Seconds after which a sender looks again whether another one has ended.
+#: Seconds that a caller of :meth:`Registry.alone` waits for another at most, and between two looks.
+ALONE_LEASE: Final = 10.0
 LEASE_SLEEP: Final = 0.02
 
 #: What ``claim.lua`` answers about the newest task under a key, before the id of the one before.
@@ -398,15 +396,14 @@ class Registry:
             newest, _ = self.newest_under(key)
 
     @contextmanager
-    def alone_under(self, key: str) -> Iterator[None]:
-        """Run a block in which no other sender is that wants its task to be the first.
+    def alone(self, name: str) -> Iterator[None]:
+        """Run a block that no other process runs for this name.
 
-        If one takes longer than a lease, or dies, the next one goes on: of their tasks, the newest
-        runs, as under any key.
+        If one takes longer than a lease, or dies, the next one goes on.
         """
-        lease = partial(self.store.lease, self.names.of("sending", key), new_copy())
-        end = time.monotonic() + SENDING_LEASE
-        while not lease(int(SENDING_LEASE * 1000)) and time.monotonic() < end:
+        lease = partial(self.store.lease, self.names.of("alone", name), new_copy())
+        end = time.monotonic() + ALONE_LEASE
+        while not lease(int(ALONE_LEASE * 1000)) and time.monotonic() < end:
             time.sleep(LEASE_SLEEP)
         try:
             yield

@@ -91,7 +91,7 @@ class BeatEntries:
         Returns:
             Whether they are as this code has them.
         """
-        with self._records.registry.alone_under(self._prefix):
+        with self._records.registry.alone(self._prefix):
             found = self._records.taken_over(self._application)
             if not is_forced and int(found.get(self.digest, 0)) > wall_clock.ms() - FLAPPING_MS:
                 logger.warning(_FORMER)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from threading import RLock
@@ -209,12 +208,6 @@ class RecordedRegistry(Registry):
                 noted.note(record, due_ms + self.keep_ms)
                 self._postponed(task_id, due_ms)
             return earlier or Outcome(found)
-
-    @contextmanager
-    def alone_under(self, key: str) -> Iterator[None]:
-        """Run a block in which no other sender wants its task to be the first."""
-        with self._lock:
-            yield
 
 
 def _refuse() -> NoReturn:

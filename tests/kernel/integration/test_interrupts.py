@@ -180,7 +180,7 @@ def ask_redis(store: Store) -> None:
 
     calls = [lease(each) for each in "abaa"]
     assert store.of_each(*calls) == [[True], [False], [True], [True]]
-    with Registry(store, token, 60_000, 60_000).alone_under("lock"):
+    with Registry(store, token, 60_000, 60_000).alone("lock"):
         pass
 
 

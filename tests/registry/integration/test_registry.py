@@ -193,11 +193,11 @@ def test_earlier_is_earlier_than_what_a_task_waits_for(registry: Registry) -> No
     assert isinstance(registry.postpone("task", now_ms() + 2 * MINUTE_MS), Earlier)
 
 
-def test_who_sends_under_a_key_holds_a_lease_and_gives_it_back(
+def test_who_is_alone_holds_a_lease_and_gives_it_back(
     registry: Registry, redis_setup: RedisSetup
 ) -> None:
-    lease = registry.names.of("sending", KEY)
-    with registry.alone_under(KEY):
+    lease = registry.names.of("alone", KEY)
+    with registry.alone(KEY):
         assert redis_setup.client.exists(lease)
     assert not redis_setup.client.exists(lease)
 

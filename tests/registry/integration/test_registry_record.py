@@ -9,7 +9,7 @@ import pytest
 from kombu import Connection
 
 from celery_rabbitdelay import KnownTask, RegistryUnavailable
-from celery_rabbitdelay.registry.record import TaskState, holder_of, record_of
+from celery_rabbitdelay.registry.record import TaskState, record_of
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import wait_for
 from tests.kernel.integration.arrivals import count
@@ -54,16 +54,6 @@ def test_the_state_of_a_task_is_that_by_which_it_is_decided_about(registry: Regi
     registry.register([older, newer])
     assert state_of(registry, "older") is TaskState.SUPERSEDED
     assert state_of(registry, "newer") is TaskState.WAITING
-
-
-def test_a_task_that_is_later_than_any_that_comes_holds_its_key_no_more(registry: Registry) -> None:
-    for seconds_ago, name in ((7200, "lost"), (5, "late")):
-        message = keyed(registry, name, f"order:{name}")
-        registry.register([message._replace(due_ms=now_ms() - seconds_ago * 1000)])
-    assert holder_of(registry, "order:late", 0) == "late"
-    assert holder_of(registry, "order:lost", 0) is None
-    assert holder_of(registry, "order:lost", MINUTE_MS) == "lost"
-    assert holder_of(registry, "order:none", MINUTE_MS) is None
 
 
 def test_a_record_that_cannot_be_read_is_an_error(registry: Registry) -> None:

@@ -1,7 +1,6 @@
 """Tasks that wait are cancelled, postponed and listed; keys, ``once`` and jobs. With one worker."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -254,23 +253,6 @@ def test_all_of_a_filter_that_were_sent_before_are_cancelled_whatever_is_sent_an
     assert [delays.cancel_pending(task=each) for each in ("at", "request")] == [20, 10]
 
 
-def test_of_all_that_are_sent_at_once_the_first_under_a_key_is_sent_alone(noted: Notes) -> None:
-    key = f"order:{uuid4().hex}"
-
-    def send(number: int) -> Any:
-        return noted.send(number, delay=60, key=key, unique="first")
-
-    with ThreadPoolExecutor(12) as threads:
-        assert len({each.id for each in threads.map(send, range(24))}) == 1
-
-
-def test_retries_of_the_first_under_a_key_are_sent(shop: Any) -> None:
-    key = f"order:{uuid4().hex}"
-    given: Any = ([], 2, {"delay": 0.2})
-    retried = shop.tasks["retry"].apply_async(given, delay=0.2, key=key, unique="first")
-    assert len(retried.get(timeout=PATIENCE)) == 3
-
-
 def test_of_the_tasks_under_each_key_the_newest_runs_and_of_copies_one(
     shop: Any, noted: Notes
 ) -> None:
@@ -289,51 +271,11 @@ def test_of_the_tasks_under_each_key_the_newest_runs_and_of_copies_one(
     assert sorted(noted.until(DELAY)) == sorted(expected)
 
 
-def test_the_first_under_a_key_leaves_others_out_while_it_waits(shop: Any, noted: Notes) -> None:
-    key = f"order:{uuid4().hex}"
-
-    def send(name: str, unique: str = "first", **options: Any) -> Any:
-        return noted.send(name, key=key, unique=unique, **options)
-
-    first = send("cancelled", delay=DELAY)
-    assert send("left out").id == first.id
-    assert shop.rabbitdelay.cancel(key=key) is Outcome.DONE
-    second = send("second", delay=60, track=True)
-    assert second.id != first.id
-    assert shop.rabbitdelay.postpone(key=key, delay=0.5) is Outcome.DONE
-    second.get(timeout=PATIENCE)
-    assert send("left out", unique_for=timedelta(hours=1)).id == second.id
-    # Without a time, it may be sent again as soon as it has arrived; the newest always may.
-    third = send("third", delay=60)
-    send("newest", "newest", delay=0.5)
-    assert shop.rabbitdelay.show(third).state == "superseded"
-    wait_for(lambda: noted() == ["second", "newest"], "the newest", PATIENCE)
-
-
-def test_an_option_that_says_nothing_or_leaves_other_tasks_waiting_is_refused(
-    shop: Any, noted: Notes
-) -> None:
-    first, job = {"key": noted.key, "unique": "first"}, f"job-{uuid4().hex}"
-    shop.rabbitdelay.open_job(job, expires=60)
-    for options, reason in (
-        ({"unique": "first"}, "needs a key"),
-        ({"key": "order:7", "unique": "last"}, "takes 'first' or 'newest'"),
-        ({"key": "order:7", "unique_for": 60}, "needs unique='first'"),
-        ({**first, "unique_for": timedelta(days=99)}, "rabbitdelay_registry_keep"),
-        ({**first, "job": job}, "combined with job"),
-    ):
-        with pytest.raises(UnknownOption, match=reason):
-            noted.send("refused", delay=DELAY, **options)
+def test_a_key_names_one_task(shop: Any, noted: Notes) -> None:
     member = shop.tasks["note"].si("member", key=noted.key)
     for make in (group, chain, lambda *members: chord(members, member)):
-        with pytest.raises(UnknownOption, match="others would wait"):
-            make(member.clone().set(**first), member).apply_async(delay=DELAY)
         with pytest.raises(UnknownOption, match="give it to one of their tasks"):
             make(member, member).apply_async(delay=DELAY, key="order")
-    noted.send("first", delay=60, **first)
-    given: Any = ([], 1, {"delay": 0.2, **first})
-    with pytest.raises(UnknownOption, match="others would wait"):
-        shop.tasks["retry"].apply_async(given).get(timeout=PATIENCE)
 
 
 def test_the_tasks_of_a_job_wait_until_it_is_committed_and_never_run_if_its_block_fails(

@@ -44,8 +44,6 @@ OPTIONS: Final = {
     "job": JOBS,
     "task_id": ("x", "y"),
     "expires": (300, 5000),
-    "unique": ("first",),
-    "unique_for": (5000,),
     "link": ("work",),
     "link_error": ("errback",),
 }

@@ -320,8 +320,6 @@ def test_the_registry_decides_in_memory(shop: Any) -> None:
     with recorded(shop) as sent:
         for number in (1, 2):
             remind.apply_async((number,), delay=number * DAYS, key="order:1")  # the newest runs
-        unique = {"delay": 60, "key": "order:4", "unique": "first"}
-        assert remind.apply_async((4,), **unique).id == remind.apply_async((5,), **unique).id
         tracked = remind.apply_async((6,), delay=9 * DAYS, key="order:6", track=True)
         assert [each.task_id for each in delays.pending(task="shop.remind")] == [tracked.id]
         assert delays.postpone(key="order:6", delay=3 * DAYS) is Outcome.DONE
@@ -331,4 +329,4 @@ def test_the_registry_decides_in_memory(shop: Any) -> None:
         with pytest.raises(JobClosed):
             remind.apply_async((8,), job="import")
         sent.run_due()
-    assert done == [7, 4, 2, 6]
+    assert done == [7, 2, 6]
