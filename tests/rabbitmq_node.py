@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
+from tests.certificates import Certificates
 
 
 class RabbitMQNode(RabbitMQServer):
@@ -22,7 +23,8 @@ class RabbitMQNode(RabbitMQServer):
             shares that node's port mapper and cookie: stop it before that one.
         management: As for the server.
         plugins: Further plugins, by name.
-        certificates: As for the server.
+        certificates: The node takes connections over TLS only, and from clients that show a
+            certificate of the authority. Clients connect with :attr:`ssl`.
     """
 
     def __init__(
@@ -40,7 +42,8 @@ class RabbitMQNode(RabbitMQServer):
                 "cluster_formation.peer_discovery_backend = classic_config",
                 f"cluster_formation.classic_config.nodes.1 = {cluster_with.node}",
             )
-        super().__init__(settings, management, certificates)
+        super().__init__(settings, management)
+        self.certificates = certificates
         self.root = root
         self.cluster_with = cluster_with
         self.plugins += plugins
@@ -63,12 +66,39 @@ class RabbitMQNode(RabbitMQServer):
         if self.cluster_with is None:
             super()._start_mapper()
 
-    def _tls_lines(self, section: str, certificates: Certificates) -> list[str]:
-        """Let the node read copies: it may not see the files where they are."""
-        for file in certificates:
+    @property
+    def url(self) -> str:
+        """``amqp://`` URL of the virtual host ``/``; ``amqps://`` with certificates."""
+        return super().url if self.certificates is None else super().url.replace("amqp:", "amqps:")
+
+    @property
+    def management_url(self) -> str:
+        """URL of the management HTTP API, with user and password."""
+        plain = super().management_url
+        return plain if self.certificates is None else plain.replace("http:", "https:")
+
+    @property
+    def ssl(self) -> dict[str, Any] | bool:
+        """Celery's ``broker_use_ssl``, and kombu's ``ssl``; False without certificates."""
+        return False if self.certificates is None else self.certificates.for_amqp()
+
+    def _configuration(self) -> list[str]:
+        lines = super()._configuration()
+        if self.certificates is None:
+            return lines
+        for file in self.certificates:  # copies: the node may not see the files where they are
             shutil.copy(file, self.folder)
-        seen = (self._home / file.name for file in certificates)
-        return super()._tls_lines(section, Certificates(*seen))
+        lines = [line.replace(".tcp.", ".ssl.", 1) for line in lines]
+        sections = ["ssl_options"] + ["management.ssl"] * ("rabbitmq_management" in self.plugins)
+        for section in sections:
+            lines += [
+                f"{section}.cacertfile = {self._home / self.certificates.authority.name}",
+                f"{section}.certfile = {self._home / self.certificates.server.name}",
+                f"{section}.keyfile = {self._home / self.certificates.server_key.name}",
+                f"{section}.verify = verify_peer",
+                f"{section}.fail_if_no_peer_cert = true",
+            ]
+        return ["listeners.tcp = none", *lines]
 
     def _inside(self, command: list[str]) -> list[str]:
         """Wrap a command so that it runs inside ``root``, in a mount namespace of its own."""

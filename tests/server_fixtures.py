@@ -17,8 +17,9 @@ from celery import _state
 from kombu import pools
 
 from celery_rabbitdelay.app.celery_internals import forget_connections
-from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer, Server
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, Server
 from celery_rabbitdelay.testing.plugin import LONG_TRAVELS
+from tests.certificates import Certificates
 from tests.node_control import add_virtual_host
 from tests.private_broker import QUIET
 from tests.rabbitmq_node import RabbitMQNode

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from celery_rabbitdelay.testing.recording import Recording, recorded
     from celery_rabbitdelay.testing.sent import Sent
     from celery_rabbitdelay.testing.servers import (
-        Certificates,
         RabbitMQServer,
         RedisServer,
         Server,
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from celery_rabbitdelay.testing.travel import DidNotSettle, Travel
 
 __all__ = [
-    "Certificates",
     "DidNotSettle",
     "RabbitMQServer",
     "Recording",

@@ -22,7 +22,6 @@ import random
 import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -30,67 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple, Self
-
-#: The names of the machine that the server's certificate is for.
-HOSTS: Final = ("localhost", "127.0.0.1", "::1")
-
-
-class Certificates(NamedTuple):
-    """Files in PEM format: an authority, and what it has issued to a server and to its clients.
-
-    Attributes:
-        authority: The authority's certificate; both sides trust it.
-        server: The server's certificate, for this machine.
-        server_key: Its private key.
-        client: The clients' certificate.
-        client_key: Its private key.
-    """
-
-    authority: Path
-    server: Path
-    server_key: Path
-    client: Path
-    client_key: Path
-
-    @classmethod
-    def make(cls, folder: Path, user: str = "guest") -> Self:
-        """Make an authority and its certificates; this takes some milliseconds.
-
-        Args:
-            folder: Where the files go. Their keys are not encrypted.
-            user: The common name of the clients' certificate, from which RabbitMQ takes the user
-                with its plugin ``rabbitmq_auth_mechanism_ssl``.
-
-        Raises:
-            ModuleNotFoundError: The package ``trustme`` is not installed.
-        """
-        import trustme  # only here: nothing else needs it
-
-        made = cls(*(folder / f"{name.replace('_', '-')}.pem" for name in cls._fields))
-        authority = trustme.CA()
-        server = authority.issue_cert(*HOSTS)
-        client = authority.issue_cert(HOSTS[0], common_name=user)
-        authority.cert_pem.write_to_path(made.authority)
-        for leaf, certificate, key in (
-            (server, made.server, made.server_key),
-            (client, made.client, made.client_key),
-        ):
-            leaf.cert_chain_pems[0].write_to_path(certificate)
-            leaf.private_key_pem.write_to_path(key)
-        return made
-
-    def for_amqp(self) -> dict[str, Any]:
-        """Return Celery's ``broker_use_ssl``, and what kombu's ``Connection`` takes as ``ssl``."""
-        return {
-            "ca_certs": str(self.authority),
-            "certfile": str(self.client),
-            "keyfile": str(self.client_key),
-            # A plain number, so that the settings can be written as JSON.
-            "cert_reqs": int(ssl.CERT_REQUIRED),
-            "server_hostname": HOSTS[0],
-        }
-
+from typing import Any, ClassVar, Final, Self
 
 #: Seconds until a wait is given up. This only bounds a failure: a busy machine gets enough time.
 PATIENCE: Final = 300.0
@@ -365,24 +304,16 @@ class RabbitMQServer(Server):
         settings: Lines for the node's ``rabbitmq.conf``.
         management: Whether the node serves the HTTP API and the pages of ``rabbitmq_management``,
             at :attr:`management_url`.
-        certificates: The node takes connections over TLS only, and from clients that show a
-            certificate of the authority. Clients connect with :attr:`ssl`.
     """
 
     package = "rabbitmq-server"
     #: Debian's start script; the one in /usr/sbin insists on running as the user rabbitmq.
     program: ClassVar[str] = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 
-    def __init__(
-        self,
-        settings: Sequence[str] = (),
-        management: bool = False,
-        certificates: Certificates | None = None,
-    ) -> None:
+    def __init__(self, settings: Sequence[str] = (), management: bool = False) -> None:
         super().__init__()
         self.settings = settings
         self.plugins = ["rabbitmq_management"] if management else []
-        self.certificates = certificates
         self._management_port = free_port()
         self._mapper_port = free_port()
         self._distribution_port = free_port()
@@ -390,20 +321,13 @@ class RabbitMQServer(Server):
 
     @property
     def url(self) -> str:
-        """``amqp://`` URL of the virtual host ``/``; ``amqps://`` with certificates."""
-        scheme = "amqp" if self.certificates is None else "amqps"
-        return f"{scheme}://guest:guest@127.0.0.1:{self.port}//"
-
-    @property
-    def ssl(self) -> dict[str, Any] | bool:
-        """Celery's ``broker_use_ssl``, and kombu's ``ssl``; False without certificates."""
-        return False if self.certificates is None else self.certificates.for_amqp()
+        """``amqp://`` URL of the virtual host ``/``."""
+        return f"amqp://guest:guest@127.0.0.1:{self.port}//"
 
     @property
     def management_url(self) -> str:
         """URL of the management HTTP API, with user and password."""
-        scheme = "http" if self.certificates is None else "https"
-        return f"{scheme}://guest:guest@127.0.0.1:{self._management_port}"
+        return f"http://guest:guest@127.0.0.1:{self._management_port}"
 
     @property
     def node(self) -> str:
@@ -436,36 +360,26 @@ class RabbitMQServer(Server):
         )
 
     def _write_configuration(self) -> None:
-        listener = "tcp" if self.certificates is None else "ssl"
+        text = "\n".join(self._configuration())
+        (self.folder / "rabbitmq.conf").write_text(f"{text}\n")
+        (self.folder / "enabled_plugins").write_text(f"[{','.join(self.plugins)}].\n")
+
+    def _configuration(self) -> list[str]:
+        """Return the lines of ``rabbitmq.conf``."""
         lines = [
-            f"listeners.{listener}.1 = 127.0.0.1:{self.port}",
+            f"listeners.tcp.1 = 127.0.0.1:{self.port}",
             "log.console = true",
             "log.console.level = info",
             "loopback_users = none",
             "disk_free_limit.absolute = 50MB",
             *self.settings,
         ]
-        if self.certificates is not None:
-            lines += ["listeners.tcp = none", *self._tls_lines("ssl_options", self.certificates)]
         if "rabbitmq_management" in self.plugins:
             lines += [
-                f"management.{listener}.ip = 127.0.0.1",
-                f"management.{listener}.port = {self._management_port}",
+                "management.tcp.ip = 127.0.0.1",
+                f"management.tcp.port = {self._management_port}",
             ]
-            if self.certificates is not None:
-                lines += self._tls_lines("management.ssl", self.certificates)
-        (self.folder / "rabbitmq.conf").write_text("\n".join(lines) + "\n")
-        (self.folder / "enabled_plugins").write_text(f"[{','.join(self.plugins)}].\n")
-
-    def _tls_lines(self, section: str, certificates: Certificates) -> list[str]:
-        """Return the lines for a listener that lets in nobody without a certificate."""
-        return [
-            f"{section}.cacertfile = {certificates.authority}",
-            f"{section}.certfile = {certificates.server}",
-            f"{section}.keyfile = {certificates.server_key}",
-            f"{section}.verify = verify_peer",
-            f"{section}.fail_if_no_peer_cert = true",
-        ]
+        return lines
 
     def _command(self) -> list[str]:
         return [self.program]

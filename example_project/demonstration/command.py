@@ -14,7 +14,6 @@ from example_project.demonstration.histogram import draw
 from example_project.demonstration.outcome import Outcome
 from example_project.demonstration.progress import Progress
 from example_project.demonstration.report import table
-from example_project.demonstration.run import BROKER_URL
 from example_project.demonstration.scenario import DemonstrationFailed, demonstrate
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -33,7 +32,7 @@ def main() -> int:
     _stop_in_order()
     progress = Progress()
     try:
-        outcome = demonstrate(progress, arguments.tls)
+        outcome = demonstrate(progress)
     except (DemonstrationFailed, ServerNotStarted) as failure:
         progress.end()
         print(failure, file=sys.stderr)
@@ -53,18 +52,10 @@ def _arguments() -> argparse.Namespace:
         default=Path("lateness.png"),
         help="the picture of how late the reminders were (default: %(default)s)",
     )
-    parser.add_argument(
-        "--tls",
-        action="store_true",
-        default=bool(os.environ.get("RABBITDELAY_TLS")),
-        help="reach RabbitMQ over TLS, with client certificates (or set RABBITDELAY_TLS)",
-    )
     arguments = parser.parse_args()
     folder = arguments.output.parent
     if not folder.is_dir():
         parser.error(f"--output {arguments.output}: there is no folder {folder}")
-    if arguments.tls and os.environ.get(BROKER_URL):
-        parser.error(f"--tls is for a private RabbitMQ; unset {BROKER_URL}")
     return arguments
 
 

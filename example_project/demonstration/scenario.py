@@ -36,12 +36,11 @@ class DemonstrationFailed(Exception):
         super().__init__(f"The {process.name} {reason}. The end of its log:\n{process.log_tail()}")
 
 
-def demonstrate(progress: Progress, tls: bool = False) -> Outcome:
+def demonstrate(progress: Progress) -> Outcome:
     """Run everything, from the servers' start to their end, and count what became of it.
 
     Args:
         progress: What the user sees meanwhile.
-        tls: Whether everything reaches RabbitMQ over TLS, with client certificates.
 
     Raises:
         DemonstrationFailed: The worker or the Spark job failed.
@@ -52,7 +51,7 @@ def demonstrate(progress: Progress, tls: bool = False) -> Outcome:
         gateway = MailGateway()
         with (
             gateway.served() as mail_gateway_url,
-            running_servers(secrets.token_hex(3), mail_gateway_url, tls) as run,
+            running_servers(secrets.token_hex(3), mail_gateway_url) as run,
             worker(Path(folder), run.environment) as mailer,
             spark_job(Path(folder), run.environment) as dispatcher,
             run.connect_redis() as redis,

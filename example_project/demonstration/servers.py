@@ -3,15 +3,13 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from kombu import Exchange, Queue
 from redis.exceptions import RedisError
 
 from celery_rabbitdelay.kombu import Topology, delete
-from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer, ServerNotStarted
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, ServerNotStarted
 from example_project.demonstration.run import BROKER_URL, REDIS_URL, Run
 
 #: How many keys of Redis are deleted in one step.
@@ -19,7 +17,7 @@ _KEYS_AT_ONCE: Final = 1000
 
 
 @contextmanager
-def running_servers(name: str, mail_gateway_url: str, tls: bool = False) -> Iterator[Run]:
+def running_servers(name: str, mail_gateway_url: str) -> Iterator[Run]:
     """Provide the servers of a run as long as the ``with`` block lasts.
 
     Private servers are stopped at the end, and their folders removed. On a server that
@@ -29,7 +27,6 @@ def running_servers(name: str, mail_gateway_url: str, tls: bool = False) -> Iter
     Args:
         name: The run's name.
         mail_gateway_url: Where the run's mail gateway takes mails.
-        tls: Whether a private RabbitMQ takes TLS only, from clients with a certificate only.
 
     Raises:
         ServerNotStarted: A server could not be started, or does not answer.
@@ -37,20 +34,11 @@ def running_servers(name: str, mail_gateway_url: str, tls: bool = False) -> Iter
     with ExitStack() as servers:
         broker_url = os.environ.get(BROKER_URL)
         redis_url = os.environ.get(REDIS_URL)
-        broker_use_ssl: dict[str, Any] | bool = False
-        if not broker_url:
-            certificates = None
-            if tls:
-                folder = servers.enter_context(TemporaryDirectory(prefix="record-shop-tls-"))
-                certificates = Certificates.make(Path(folder))
-            broker = servers.enter_context(RabbitMQServer(certificates=certificates))
-            broker_use_ssl = broker.ssl
         run = Run(
             name,
-            broker_url or broker.url,
+            broker_url or servers.enter_context(RabbitMQServer()).url,
             redis_url or servers.enter_context(RedisServer()).url,
             mail_gateway_url,
-            broker_use_ssl,
         )
         _see_that_they_answer(run)
         if broker_url:

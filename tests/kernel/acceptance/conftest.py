@@ -12,7 +12,8 @@ from uuid import uuid4
 import pytest
 from pytest_celery import CeleryTestBackend, CeleryTestBroker, CeleryTestSetup, CeleryTestWorker
 
-from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer, Server
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, Server
+from tests.certificates import Certificates
 from tests.kernel.integration.conftest import application
 from tests.kernel.integration.worker import Worker
 

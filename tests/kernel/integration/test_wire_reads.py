@@ -16,7 +16,8 @@ from amqp.transport import Transport
 from kombu import Connection
 
 from celery_rabbitdelay.publishing.wire import Wire
-from celery_rabbitdelay.testing import Certificates, wait_for
+from celery_rabbitdelay.testing import wait_for
+from tests.certificates import Certificates
 
 #: A body frame of channel 1, and its payload.
 PAYLOAD = bytes(range(256)) * 128

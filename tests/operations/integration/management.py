@@ -162,7 +162,8 @@ def codes_of(report: Verification) -> set[str]:
 
 def wait_until_managed(node: RabbitMQServer) -> None:
     """Wait until the management API answers; it starts behind the listener of AMQP."""
-    api = ManagementAPI(node.management_url, node.ssl if isinstance(node.ssl, dict) else {})
+    tls = getattr(node, "ssl", False)
+    api = ManagementAPI(node.management_url, tls if isinstance(tls, dict) else {})
 
     def answers() -> bool:
         try:

@@ -14,8 +14,9 @@ from pyspark.sql import SparkSession
 from celery_rabbitdelay.kombu import Topology, binary
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.spark import dispatch
-from celery_rabbitdelay.testing import Certificates, RabbitMQServer
+from tests.certificates import Certificates
 from tests.node_control import add_user
+from tests.rabbitmq_node import RabbitMQNode
 from tests.redis_servers import ConfiguredRedis
 from tests.spark.integration.spark_fixtures import write
 from tests.told import told
@@ -30,7 +31,7 @@ USER: Final = "planted-spark"
 
 
 @pytest.fixture
-def options(tls_node: RabbitMQServer, certificates: Certificates) -> Iterator[dict[str, str]]:
+def options(tls_node: RabbitMQNode, certificates: Certificates) -> Iterator[dict[str, str]]:
     """The options of a write to a broker and with a registry that have that password."""
     prefix = f"test-{uuid4().hex[:8]}"
     with Connection(tls_node.url, ssl=tls_node.ssl) as connection:

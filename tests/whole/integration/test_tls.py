@@ -13,7 +13,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.testing import Certificates, RabbitMQServer
+from tests.certificates import Certificates
 from tests.json_schemas import checked
 from tests.kernel.integration.conftest import small_configuration
 from tests.kernel.integration.publishing import publish
@@ -36,7 +36,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 @pytest.fixture(scope="module")
-def tls_node(broker_root: Path | None, certificates: Certificates) -> Iterator[RabbitMQServer]:
+def tls_node(broker_root: Path | None, certificates: Certificates) -> Iterator[RabbitMQNode]:
     """A node that takes AMQP and HTTP over TLS only."""
     with RabbitMQNode(
         broker_root,
@@ -61,7 +61,7 @@ def tls_redis(certificates: Certificates) -> Iterator[TLSRedis]:
 
 @pytest.fixture
 def tls_configuration(
-    tls_node: RabbitMQServer, tls_redis: TLSRedis, redis_url: str
+    tls_node: RabbitMQNode, tls_redis: TLSRedis, redis_url: str
 ) -> dict[str, Any]:
     """The settings of an application whose broker and registry take TLS only."""
     own: dict[str, Any] = {
@@ -80,7 +80,7 @@ def tls_shop(tls_configuration: dict[str, Any]) -> Iterator[Any]:
     app.close()
 
 
-def connection_to(node: RabbitMQServer, **options: Any) -> Connection:
+def connection_to(node: RabbitMQNode, **options: Any) -> Connection:
     return Connection(node.url, ssl=node.ssl, **options)
 
 
@@ -106,7 +106,7 @@ def test_who_is_not_trusted_is_refused_and_the_error_has_no_password(
 
 
 def test_tasks_envelopes_and_unaware_producers_reach_a_worker(
-    tls_configuration: dict[str, Any], tls_shop: Any, tls_node: RabbitMQServer
+    tls_configuration: dict[str, Any], tls_shop: Any, tls_node: RabbitMQNode
 ) -> None:
     look, default = tls_shop.tasks["look"], named(tls_shop, "default")
     with Worker(tls_configuration, None) as worker, connection_to(tls_node) as connection:
@@ -135,7 +135,7 @@ def test_tasks_envelopes_and_unaware_producers_reach_a_worker(
 
 
 def test_the_commands_of_an_operator(
-    tls_configuration: dict[str, Any], tls_node: RabbitMQServer, make_shop: Any, broker_url: str
+    tls_configuration: dict[str, Any], tls_node: RabbitMQNode, make_shop: Any, broker_url: str
 ) -> None:
     def run(schema: str, command: str, settings: dict[str, Any]) -> dict[str, Any]:
         done = run_celery(settings, f"rabbitdelay {command} --json")
@@ -163,7 +163,7 @@ def test_the_commands_of_an_operator(
 
 
 def test_a_frozen_broker_costs_a_producer_no_more_than_its_timeout(
-    tls_node: RabbitMQServer,
+    tls_node: RabbitMQNode,
 ) -> None:
     queue = f"test-{uuid4().hex[:8]}"
     with connection_to(tls_node, connect_timeout=30) as connection:
@@ -182,7 +182,7 @@ def test_a_frozen_broker_costs_a_producer_no_more_than_its_timeout(
 
 
 def test_the_certificate_alone_authenticates_the_user(
-    tls_configuration: dict[str, Any], tls_node: RabbitMQServer
+    tls_configuration: dict[str, Any], tls_node: RabbitMQNode
 ) -> None:
     settings = {
         **tls_configuration,
