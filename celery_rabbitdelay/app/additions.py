@@ -77,7 +77,7 @@ BUILT_IN: Final = (
             f"{_REGISTRY}.waiting:Waiting": (
                 *("registry", "has_registry", "cancel", "cancel_pending", "cancel_batches"),
                 *("cancel_stamped", "is_waiting", "postpone", "show", "pending", "count"),
-                *("forecast", "pending_since", "open_job", "commit_job", "abort_job", "job"),
+                *("pending_since", "open_job", "commit_job", "abort_job", "job"),
                 *("pause", "resume", "paused"),
             ),
         },
@@ -85,7 +85,7 @@ BUILT_IN: Final = (
         worker_steps=(f"{_REGISTRY}.bootsteps:ReturnPaused",),
         commands={
             f"{_REGISTRY}.commands": (
-                *("cancel", "forecast", "job", "pause", "pending", "postpone", "resume", "run-now"),
+                *("cancel", "job", "pause", "pending", "postpone", "resume", "run-now"),
                 "show",
             )
         },

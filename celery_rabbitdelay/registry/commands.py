@@ -1,4 +1,4 @@
-"""``celery rabbitdelay pending``, ``show``, ``forecast``, ``cancel``, ``job``, ``pause``, ..."""
+"""``celery rabbitdelay pending``, ``show``, ``cancel``, ``job``, ``pause``, ..."""
 
 from __future__ import annotations
 
@@ -22,13 +22,6 @@ from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.record import KnownTask
 from celery_rabbitdelay.registry.waiting import Filters
-
-#: The characters of the longest bar.
-BAR_LENGTH: Final = 50
-
-#: The most steps that are printed as bars; ``--json`` has all of them.
-MAX_BARS: Final = 60
-
 
 #: How each outcome is shown to people.
 WORDS: Final = {
@@ -124,30 +117,6 @@ def _facts(found: KnownTask) -> Iterator[str]:
     }
     yield f"{found.task_id}: {found.state}"
     yield from shared.aligned([(f"  {name}", fact) for name, fact in facts.items() if fact])
-
-
-@shared.command()
-@_filters
-@click.option(
-    "--step", type=shared.seconds_type, default=60, show_default=True, help="The length of a step."
-)
-def forecast(step: float, **filters: Unpack[Filters]) -> None:
-    """Show how many tracked tasks are due in each minute from now on."""
-    with with_registry() as delays:
-        steps = list(delays.forecast(step, **filters))
-    total = sum(count for _, count in steps)
-    told = [{"start": at, "tasks": count} for at, count in steps]
-    shared.answer({"tasks": total, "steps": told}, _bars(steps, total))
-
-
-def _bars(steps: Sequence[tuple[datetime, int]], total: int) -> Iterator[str]:
-    most = max((count for _, count in steps), default=0)
-    for at, count in steps[:MAX_BARS]:
-        bar = "#" * max(round(count / most * BAR_LENGTH), 1)
-        yield f"{shared.local(at)}  {bar} {count:,}"
-    if len(steps) > MAX_BARS:
-        yield f"... and {len(steps) - MAX_BARS:,} further steps; see --json"
-    yield f"{total:,} tracked tasks wait"
 
 
 def _left(due: datetime) -> str:

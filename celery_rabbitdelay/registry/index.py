@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby, islice
+from itertools import islice
 from typing import Final, Literal, NamedTuple, Self, TypeAlias
 
 from celery_rabbitdelay.levels import wall_clock
@@ -369,23 +369,6 @@ class Index:
         )
         found = iter(counts)
         return [sum(islice(found, len(of_one))) for of_one in ranges]
-
-    def forecast(self, wanted: Filter, start_ms: int, step_ms: int) -> Iterator[tuple[int, int]]:
-        """Yield for each step in which tasks are due its start in milliseconds, and how many.
-
-        Args:
-            wanted: Which tasks.
-            start_ms: The start of the first step. What is due earlier counts as due in that step.
-            step_ms: The length of a step.
-        """
-        instants = (
-            (milliseconds_of(each.due) for each in self.pending(wanted))
-            if wanted.needs_records
-            else (due_ms for due_ms, _ in self._due(wanted, None))
-        )
-        steps = (max(due_ms - start_ms, 0) // step_ms for due_ms in instants)
-        for step, tasks in groupby(steps):
-            yield start_ms + step * step_ms, sum(1 for _ in tasks)
 
     def least_ms(self) -> int:
         """Return when a task that still waits was due at the earliest, as far as tasks come."""

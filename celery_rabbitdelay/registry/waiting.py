@@ -17,13 +17,11 @@ from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
 from celery_rabbitdelay.app.options import Result
 from celery_rabbitdelay.exceptions import JobClosed, NotRecorded, NotTracked, RegistryUnavailable
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import (
     Delay,
     Due,
     check_max_delay,
     instant_of,
-    milliseconds,
     milliseconds_of,
 )
 from celery_rabbitdelay.levels.headers import COPY
@@ -330,23 +328,6 @@ class Waiting(Holding):
     def count(self, **filters: Unpack[Filters]) -> int:
         """Return how many tracked tasks wait; takes the same as :meth:`pending`."""
         return self.registry.index.count(Filter.of(**filters))
-
-    def forecast(
-        self, step: Delay = 60, **filters: Unpack[Filters]
-    ) -> Iterator[tuple[datetime, int]]:
-        """Yield how many tracked tasks are due in each step of time, from now on.
-
-        Args:
-            step: Seconds, or a timedelta. Steps in which no task is due are left out; what should
-                have arrived by now counts for the first one.
-            **filters: As for :meth:`pending`.
-
-        Returns:
-            Pairs of the start of a step and the number of tasks.
-        """
-        now_ms, wanted = wall_clock.ms(), Filter.of(**filters)
-        for start_ms, count in self.registry.index.forecast(wanted, now_ms, milliseconds(step)):
-            yield instant_of(start_ms), count
 
     def pending_since(self) -> datetime:
         """Return since when :meth:`pending` is complete.

@@ -35,9 +35,9 @@ def send(shop: Any, delay: float, **options: Any) -> str:
     return str(shop.tasks["look"].apply_async(delay=delay, track=True, **options).id)
 
 
-def test_pending_and_the_forecast_list_the_tasks_that_wait(shop: Any) -> None:
+def test_pending_lists_the_tasks_that_wait(shop: Any) -> None:
     key = f"order:{uuid4().hex}"
-    second, first = send(shop, 6600), send(shop, 3000, key=key)  # in the midst of a step
+    second, first = send(shop, 6600), send(shop, 3000, key=key)
     between = (datetime.now(UTC) + timedelta(minutes=90)).isoformat()
 
     lines = invoke(shop, "pending").stdout.splitlines()
@@ -52,11 +52,6 @@ def test_pending_and_the_forecast_list_the_tasks_that_wait(shop: Any) -> None:
     }.items():
         tasks = answer(shop, f"pending {options}", "pending")["tasks"]
         assert [each["task_id"] for each in tasks] == shown, options
-
-    told = invoke(shop, "forecast --step 1800")
-    assert told.stdout.splitlines()[-1] == "2 tracked tasks wait"
-    forecast = answer(shop, "forecast --step 0.5h", "forecast")
-    assert (forecast["tasks"], [each["tasks"] for each in forecast["steps"]]) == (2, [1, 1])
 
 
 def test_show_tells_what_is_known_of_one_task(shop: Any) -> None:

@@ -125,8 +125,6 @@ def test_each_filter_leaves_what_it_says(registry: Registry, index: Index) -> No
     for wanted, found in expected:
         assert ids(index, **wanted) == [*found], wanted
         assert index.count(Filter(**wanted)) == len(found), wanted
-        counted = index.forecast(Filter(**wanted), START_MS, MINUTE_MS)
-        assert sum(number for _, number in counted) == len(found), wanted
 
 
 def test_tasks_of_kinds_are_found_and_those_that_a_condition_allows(
@@ -223,15 +221,6 @@ def test_cancelled_tasks_are_counted_until_they_are_due(registry: Registry, inde
     assert registry.store.commands(lambda pipe: pipe.zrange(key, 0, -1)) == [[later]]
 
 
-def test_a_forecast_counts_the_tasks_of_each_step(registry: Registry, index: Index) -> None:
-    minutes = [0, 0, 1, 5, 5, 5]
-    registry.register([due_at(each, f"task-{at}") for at, each in enumerate(minutes)])
-    start = START_MS + MINUTE_MS // 2
-    # What is due before the first step counts as due in it.
-    forecast = index.forecast(Filter(), start, 2 * MINUTE_MS)
-    assert list(forecast) == [(start, 3), (start + 4 * MINUTE_MS, 3)]
-
-
 def test_what_has_arrived_or_will_not_run_leaves_the_index(
     registry: Registry, index: Index, redis_setup: RedisSetup, prefix: str
 ) -> None:
@@ -284,7 +273,6 @@ def test_tasks_that_never_arrive_leave_the_index_when_they_expire(
     for each in (Filter(), Filter(task="shop.remind")):
         assert [found.task_id for found in index.pending(each)] == ["late"]
         assert index.count(each) == 1
-        assert sum(count for _, count in index.forecast(each, now_ms(), MINUTE_MS)) == 1
     registry.register([due_at(0, other)])
     everything = redis_setup.client.zrange(registry.names.due(shard_of(lost)), 0, -1)
     assert everything == [other]

@@ -80,10 +80,9 @@ def _filtered(app: Any, kind: Kind) -> Any:
     between = {"due_after": kind.at(NOW + HOUR), "due_before": kind.at(NOW + 3 * HOUR)}
     listed = [each.key for each in waits.pending(**between) if key in str(each.key)]
     counted = [waits.count(key=f"{key}-{each}", **between) for each in (1, 4)]
-    steps = waits.forecast(kind.length(HOUR), due_before=kind.at(NOW + 3 * HOUR))
     cancelled = [waits.cancel_pending(key=f"{key}-{each}", **between) for each in (1, 4)]
     names = [each.removeprefix(key) for each in listed]
-    return names, counted, [start for start, _ in steps], cancelled
+    return names, counted, cancelled
 
 
 def _scheduled(app: Any, kind: Kind) -> Any:

@@ -23,7 +23,7 @@ AWAY = "amqp://guest:secret@127.0.0.1:1//"
 #: of the line that it prints if neither answers; None: those that need neither.
 LEAST: dict[str | None, tuple[str, ...]] = {
     "Error: the registry cannot be used: ": (
-        *("cancel some-id", "forecast", "job show some-job", "pause --task some-task", "pending"),
+        *("cancel some-id", "job show some-job", "pause --task some-task", "pending"),
         *("postpone some-id --delay 5", "resume --task some-task", "run-now some-id"),
         *("show some-id", "schedules backfill some-name --since 2030-01-01"),
         *("schedules delete some-name", "schedules export", "schedules list"),
