@@ -7,11 +7,9 @@ from a message alone.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
@@ -19,16 +17,13 @@ from celery_rabbitdelay.publishing.kombu_internals import cached_property
 if TYPE_CHECKING:
     from celery_rabbitdelay.publishing.producer import Delayed
 
-#: The prefix of each name; Prometheus puts ``_`` behind it, OpenTelemetry ``.``.
+#: The prefix of each name, before an underscore.
 PREFIX: Final = "celery_rabbitdelay"
 
 InstrumentKind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 #: The values of the labels of an instrument, in their order.
 Labels: TypeAlias = tuple[str, ...]
-
-#: Whether the addition that keeps the values is installed.
-_HAS_METRICS: Final = find_spec("celery_rabbitdelay.metrics") is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +91,7 @@ TAKEN_OVER: Final = counter(
 class Recorder:
     """Records values in ``app.rabbitdelay.metrics``; does nothing until the metrics are in use.
 
-    They are in use once a program has read ``app.rabbitdelay.metrics``, or has set up
-    OpenTelemetry's SDK.
+    They are in use once a program has read ``app.rabbitdelay.metrics``.
 
     Attributes:
         gauges: For each gauge without labels, a function that returns its present value. A worker
@@ -109,7 +103,7 @@ class Recorder:
 
     @cached_property
     def metrics(self) -> Any:
-        """Return the metrics for use from now on; Prometheus does not begin to count."""
+        """Return the metrics, which count from now on."""
         return import_module("celery_rabbitdelay.metrics.collector").Metrics()
 
     def record(self, values: Mapping[Instrument, float], *labels: str) -> None:
@@ -119,7 +113,7 @@ class Recorder:
             values: The values by their instruments, all of which have the same labels.
             *labels: The values of the labels.
         """
-        if "metrics" in self.__dict__ or (_HAS_METRICS and opentelemetry_is_set_up()):
+        if "metrics" in self.__dict__:
             self.metrics.record(values, *labels)
 
     def record_send(self, task: str, queue: str, is_confirmed: bool, resent: int) -> None:
@@ -140,14 +134,3 @@ class Recorder:
 def queue_label(delayed: Delayed) -> str:
     """Return the name of a message's queue; empty if its exchange decides the queue."""
     return "" if delayed.queue is None else str(delayed.queue.name)
-
-
-def opentelemetry_is_set_up() -> bool:
-    """Return whether this process has set up OpenTelemetry's SDK for metrics."""
-    # If the module was not imported, the SDK is not set up. While another thread imports the
-    # module, the class is missing.
-    provider_class = getattr(sys.modules.get("opentelemetry.sdk.metrics"), "MeterProvider", None)
-    if provider_class is None:
-        return False
-    # Others may have imported the SDK without setting it up, as redis-py does.
-    return isinstance(sys.modules["opentelemetry.metrics"].get_meter_provider(), provider_class)

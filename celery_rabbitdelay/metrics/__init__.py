@@ -1,4 +1,4 @@
-"""Metrics: what a process counts and measures, for Prometheus and for OpenTelemetry.
+"""Metrics: what a process counts and measures, for Prometheus.
 
 The kernel and the other additions define their own instruments and record values by
 ``app.rabbitdelay.recorder``, which does nothing until metrics are in use. Everything behind that

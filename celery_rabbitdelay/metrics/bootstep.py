@@ -14,7 +14,6 @@ from celery.concurrency.prefork import TaskPool
 from celery.utils.log import get_logger
 from celery.worker.components import Pool
 
-from celery_rabbitdelay.app.instruments import opentelemetry_is_set_up
 from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels import wall_clock
@@ -51,9 +50,6 @@ TIMEOUT: Final = 10.0
 
 class ServeMetrics(RabbitMQStep):
     """Serves the metrics of a worker, with those of its pool's processes, on a port.
-
-    Without a port, it does something only where OpenTelemetry's SDK is set up: it adds what the
-    worker alone can measure, of the modules and of the levels.
 
     Args:
         worker: The worker.
@@ -100,22 +96,21 @@ class ServeMetrics(RabbitMQStep):
             InvalidSetting: The port cannot be listened on; the worker ends.
         """
         delays = worker.app.rabbitdelay
-        if self._port is None and not opentelemetry_is_set_up():
+        if self._port is None:
             return
         signals.worker_shutdown.connect(self._close, sender=worker)
         broker = Broker(worker.app.connection_for_write(), TIMEOUT)
         self._at_end.callback(broker.close)
         look = partial(broker.ask, partial(backlog_of, topology=delays.topology))
-        metrics: Metrics = delays.recorder.metrics
+        metrics: Metrics = delays.metrics
         metrics.observe(partial(observed, worker, Readings(look, FRESH, PATIENCE)))
         self._at_end.callback(metrics.observe)
         if self._children is not None:
             self._children.start()
             self._at_end.callback(self._children.stop)
-        if self._port is not None:
-            if getattr(worker, "pool_start_method", "fork") == "spawn":
-                logger.warning("worker_pool_start_method is 'spawn': the pool is not counted.")
-            self._serve(worker, self._port)
+        if getattr(worker, "pool_start_method", "fork") == "spawn":
+            logger.warning("worker_pool_start_method is 'spawn': the pool is not counted.")
+        self._serve(worker, self._port)
 
     def _serve(self, worker: Worker, address: int | str) -> None:
         from prometheus_client import CollectorRegistry, start_http_server  # an extra

@@ -1,4 +1,4 @@
-"""``app.rabbitdelay.metrics``: counting in one process, for Prometheus and for OpenTelemetry."""
+"""``app.rabbitdelay.metrics``: counting in one process, for Prometheus."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from multiprocessing import Pipe
 from select import PIPE_BUF
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from celery_rabbitdelay.app.delays import Delays
-from celery_rabbitdelay.app.instruments import PREFIX, Instrument, Labels, opentelemetry_is_set_up
+from celery_rabbitdelay.app.instruments import PREFIX, Instrument, Labels
 from celery_rabbitdelay.metrics.instruments import INSTRUMENTS
 
 if TYPE_CHECKING:
@@ -25,9 +24,6 @@ Sample: TypeAlias = tuple[Instrument, Labels, float]
 
 #: Looks up the instruments that are observed.
 Observe: TypeAlias = Callable[[], Iterable[Sample]]
-
-#: Adds to a counter, or records in a histogram, a value with labels by their names.
-Recorder: TypeAlias = Callable[[float, dict[str, str]], None]
 
 #: Combinations of label values that one metric has at most. Further ones count as :data:`OTHER`, so
 #: that an application with a queue for each of its users fills neither its memory nor Prometheus.
@@ -49,8 +45,7 @@ class Metrics:
 
     It is a collector of ``prometheus_client``: ``REGISTRY.register(app.rabbitdelay.metrics)`` adds
     it to the metrics that a process already serves. A worker needs only
-    ``rabbitdelay_metrics_port``. If OpenTelemetry's SDK is set up, all metrics are recorded there
-    as well, without any call.
+    ``rabbitdelay_metrics_port``.
 
     A forked process begins with zero and counts for itself. A process of a worker's pool sends its
     counts to the worker, if that serves metrics.
@@ -58,31 +53,23 @@ class Metrics:
     Attributes:
         children: Receives the counts of the processes that are forked from now on; None if they
             count for themselves.
+
+    Raises:
+        ImportError: The package ``prometheus-client`` is missing.
     """
 
     def __init__(self) -> None:
         self._source: Observe = tuple
-        #: Counters and histograms of ``prometheus_client``; none until somebody wants to read them.
-        self._prometheus: dict[Instrument, Any] = {}
-        #: What records in OpenTelemetry's SDK; none until it is set up.
-        self._opentelemetry: dict[Instrument, Recorder] = {}
+        #: Counters and histograms of ``prometheus_client``.
+        self._prometheus: dict[Instrument, Any] = _prometheus_metrics()
         self._series: defaultdict[Instrument, set[Labels]] = defaultdict(set)
         self.children: ChildCounts | None = None
         self._parent: ChildCounts | None = None
         # For good: an application lives as long as its process.
         os.register_at_fork(after_in_child=self._after_fork)
 
-    def begin(self) -> None:
-        """Begin to count for Prometheus, unless that has begun.
-
-        Raises:
-            ImportError: The package ``prometheus-client`` is missing.
-        """
-        if not self._prometheus:
-            self._prometheus = _prometheus_metrics()
-
     def record(self, values: Mapping[Instrument, float], *labels: str) -> None:
-        """Add to counters, or record in histograms; does nothing in a process that does not count.
+        """Add to counters, or record in histograms.
 
         Args:
             values: The values by their metrics, all of which have the same labels.
@@ -90,11 +77,8 @@ class Metrics:
         """
         if self._parent is not None:
             self._parent.send(values, labels)
-        elif self._prometheus:
+        else:
             self.count(values, labels)
-        if recorders := self._in_opentelemetry():
-            for instrument, value in values.items():
-                recorders[instrument](value, instrument.named(labels))
 
     def count(self, values: Mapping[Instrument, float], labels: Labels) -> None:
         """Add to Prometheus's counters, or record in its histograms."""
@@ -110,7 +94,6 @@ class Metrics:
     def observe(self, source: Observe = tuple) -> None:
         """Look up metrics at each collection from now on; without a source, no more of them."""
         self._source = source
-        self._in_opentelemetry()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics in the form that ``prometheus_client`` serves."""
@@ -129,11 +112,6 @@ class Metrics:
                 family.samples = [s for s in family.samples if not s.name.endswith("_created")]
             yield family
 
-    def _in_opentelemetry(self) -> Mapping[Instrument, Recorder]:
-        if not self._opentelemetry and opentelemetry_is_set_up():
-            self._opentelemetry = _opentelemetry_recorders(lambda: self._source())
-        return self._opentelemetry
-
     def _bounded(self, instrument: Instrument, labels: Labels) -> Labels:
         series = self._series[instrument]
         if labels not in series:
@@ -146,8 +124,7 @@ class Metrics:
         # The parent's counts and what it looks up remain the parent's.
         self._source = tuple
         self._series.clear()
-        if self._prometheus:
-            self._prometheus = _prometheus_metrics()
+        self._prometheus = _prometheus_metrics()
         if self.children is not None:
             self.children.after_fork()
             self._parent, self.children = self.children, None
@@ -217,33 +194,6 @@ def _prometheus_metrics() -> dict[Instrument, object]:
     return metrics
 
 
-def _opentelemetry_recorders(source: Observe) -> dict[Instrument, Recorder]:
-    """Make OpenTelemetry's instruments; return what records in those that are not observed."""
-    from opentelemetry.metrics import Observation, get_meter
-
-    def observe(wanted: Instrument, _: object) -> Iterator[Observation]:
-        for instrument, labels, value in source():
-            if instrument is wanted:
-                yield Observation(value, instrument.named(labels))
-
-    meter = get_meter(PREFIX)
-    recorders: dict[Instrument, Recorder] = {}
-    for each in INSTRUMENTS:
-        name = f"{PREFIX}.{each.name.removesuffix('_seconds')}"
-        if each.buckets:
-            recorders[each] = meter.create_histogram(
-                name, "s", each.help, explicit_bucket_boundaries_advisory=each.buckets
-            ).record
-        elif each.kind == "gauge":
-            unit = "s" if each.name.endswith("_seconds") else "1"
-            meter.create_observable_gauge(name, [partial(observe, each)], unit, each.help)
-        elif each.is_observed:
-            meter.create_observable_counter(name, [partial(observe, each)], "1", each.help)
-        else:
-            recorders[each] = meter.create_counter(name, "1", each.help).add
-    return recorders
-
-
 class HasMetrics:
     """The attribute of ``app.rabbitdelay``.
 
@@ -262,5 +212,4 @@ class HasMetrics:
             ImportError: The package ``prometheus-client`` is missing.
         """
         metrics: Metrics = self._delays.recorder.metrics
-        metrics.begin()
         return metrics

@@ -28,9 +28,7 @@ def patience() -> Iterator[None]:
 
 @pytest.fixture
 def metrics() -> Metrics:
-    metrics = Metrics()
-    metrics.begin()
-    return metrics
+    return Metrics()
 
 
 def samples(metrics: Metrics, name: str = "sent") -> dict[tuple[str, ...], float]:
@@ -44,7 +42,6 @@ def test_nothing_is_recorded_until_metrics_are_in_use() -> None:
     recorder = Recorder()
     recorder.record_send("remind", "mail", True, 0)
     assert "metrics" not in vars(recorder)
-    recorder.metrics.begin()
     assert samples(recorder.metrics) == {}
     recorder.record_send("remind", "mail", True, 0)
     assert samples(recorder.metrics) == {("remind", "mail"): 1}
@@ -144,7 +141,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 metrics = Metrics()
-metrics.begin()
 for _ in range(3):
     child = os.fork()
     metrics.record({SENT: 2}, "remind", "mail")
