@@ -308,18 +308,9 @@ def checked_connection(connection: Callable[[], Connection], what: str) -> Conne
 
 def _instant(text: str, what: str) -> datetime:
     """Read an instant as ISO 8601 writes it; without a time zone it is one of this machine."""
-    instant = _date_time(text, what)
     try:
-        return instant.astimezone()
-    except (OverflowError, ValueError) as wrong:  # at the ends of the calendar
-        raise exceptions.InvalidDelay(text, delay.TAKES_INSTANT, what) from wrong
-
-
-def _date_time(text: str, what: str) -> datetime:
-    """Read the same; without a time zone it is naive."""
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError as wrong:
+        return datetime.fromisoformat(text).astimezone()
+    except (OverflowError, ValueError) as wrong:  # also at the ends of the calendar
         raise exceptions.InvalidDelay(text, delay.TAKES_INSTANT, what) from wrong
 
 
@@ -332,9 +323,6 @@ def _seconds(text: str, what: str) -> float:
 
 
 instant_type: Final = ParameterType("instant", _instant)
-
-#: It may be naive.
-date_time_type: Final = ParameterType("instant", _date_time)
 
 #: A negative one means now.
 delay_type: Final = ParameterType("delay", delay.parse_delay)

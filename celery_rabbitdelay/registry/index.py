@@ -21,9 +21,9 @@ SHARDS: Final = 32
 #: What each key is about that has a name of its own: the record of a task; what it takes to send a
 #: tracked task anew; the newest task that was sent with ``key=``; the one process at a time that
 #: changes something; a job; a rate that several senders share; a schedule, the occurrence of it
-#: that runs, the one that runs next, and those that have run. The scripts write some of them.
+#: that runs, and the one that runs next. The scripts write some of them.
 KeyKind: TypeAlias = Literal[
-    "task", "message", "key", "alone", "job", "rate", "schedule", "running", "queued", "ran"
+    "task", "message", "key", "alone", "job", "rate", "schedule", "running", "queued"
 ]
 
 

@@ -1,14 +1,11 @@
-"""``celery rabbitdelay schedules``: list and show them, change them, import and export them."""
+"""``celery rabbitdelay schedules``: list and show them, and change them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from typing import Final, TextIO
+from typing import Final
 
 import click
-from kombu.utils import json as kombu_json
 
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
@@ -55,65 +52,6 @@ def show(name: str) -> None:
     facts = [f"  {fact}: {value}" for fact, value in (shown or {}).items() if fact != "name"]
     lines = [] if found is None else [_line(found), *facts]
     _answer({"name": name, "schedule": shown}, name, lines)
-
-
-@schedules.command()
-@_name
-@click.option("--since", type=shared.date_time_type, required=True, help="The begin of the time.")
-@click.option("--until", type=shared.date_time_type, help="Its end; by default now.")
-def backfill(name: str, since: datetime, until: datetime | None) -> None:
-    """Send the task of a schedule for each instant of a time that is over and has not run.
-
-    A time without a time zone is in that of the application (Celery's timezone).
-    """
-    begin, end = (
-        each if each.tzinfo else each.replace(tzinfo=shared.app().timezone)
-        for each in (since, until or wall_clock.now())
-    )
-    with with_registry() as delays:
-        number = delays.schedules.backfill(name, begin, end)
-    shared.answer({"name": name, "sent": number}, [f"{name}: {number} occurrences sent"])
-
-
-@schedules.command("export")
-def export_all() -> None:
-    """Print all schedules as JSON, for import."""
-    with with_registry() as delays:
-        found = delays.schedules.all()
-    exported = []
-    for each in found:
-        try:
-            if each.args is None:
-                raise TypeError("its arguments cannot be read")
-            exported.append(json.loads(kombu_json.dumps(each.exported())))
-        except TypeError as error:
-            click.echo(f"{each.name}: not exported: {error}", err=True)
-    shared.answer(answer := {"schedules": exported}, [json.dumps(answer, indent=2)])
-
-
-@schedules.command("import")
-@click.argument("file", type=click.File())
-def import_all(file: TextIO) -> None:
-    """Put the schedules of an export.
-
-    FILE is what export has printed; - is standard input. To import again changes nothing.
-    """
-    errors: dict[str, str] = {}
-    wrong = LookupError, TypeError, ValueError
-    with with_registry() as delays:
-        with shared.usage_errors(*wrong, of="the file cannot be read: "):
-            found = {each["name"]: each for each in kombu_json.loads(file.read())["schedules"]}
-        for name, each in found.items():
-            errors[name] = ""
-            try:
-                delays.schedules.put_exported(each)
-            except wrong as error:  # so are the errors of what cannot be a schedule
-                errors[name] = f"not imported: {error}"
-    imported = [{"name": name, "error": error} for name, error in errors.items()]
-    lines = [f"{name}: {error or 'imported'}" for name, error in errors.items()]
-    shared.answer({"imported": imported}, lines)
-    if any(errors.values()):
-        raise SystemExit(shared.FAILED)
 
 
 @schedules.command()

@@ -46,9 +46,6 @@ HEALING_MS: Final = 30_000
 #: each time.
 HEAL_AFTER_MS: Final = 60_000
 
-#: How many instants that have run are remembered, for :meth:`.Schedules.backfill`.
-MAX_RAN: Final = 10_000
-
 #: What becomes of an occurrence: it runs; it was cancelled; it is too late; its schedule is paused;
 #: another run still goes.
 Fate = Literal["ran", "cancelled", "late", "paused", "overlapped"]
@@ -517,11 +514,6 @@ class Records:
             for each, fate in came:
                 record = self._names.of("schedule", each.name)
                 pipeline.hset(record, "last", f"{each.due_ms} {wall_clock.ms()} {fate}")
-                if fate == "ran":
-                    ran = self._names.of("ran", each.name)
-                    pipeline.zadd(ran, {str(each.instant_ms): each.instant_ms})
-                    pipeline.zremrangebyrank(ran, 0, -MAX_RAN - 1)
-                    pipeline.pexpire(ran, self.registry.keep_ms)
             for each, message in lost:
                 record = self._names.of("schedule", each.name)
                 pipeline.hsetnx(record, "occurrence", each.text)
@@ -534,12 +526,6 @@ class Records:
 
         if came or due or lost:
             self._store.commands(add)
-
-    def ran(self, name: str, since_ms: int, until_ms: int) -> set[int]:
-        """Return the instants of a schedule that have run, in a time, as far as is known."""
-        key = self._names.of("ran", name)
-        (found,) = self._store.commands(lambda pipe: pipe.zrangebyscore(key, since_ms, until_ms))
-        return set(map(int, found))
 
     def note(self, name: str, **fields: str | int) -> None:
         """Write fields of a record, and nothing else; an empty text takes one away."""

@@ -39,23 +39,15 @@ from celery_rabbitdelay.levels.headers import MAX_COUNT, MAX_EXACT, is_int
 #: The errors that a wrong rule or time zone raises, or a solar rule without ephem.
 INVALID: Final = (ValueError, KeyError, OSError, OverflowError, ImproperlyConfigured)
 
-#: The most rules of one schedule, and what it may exclude at most.
+#: The most rules of one schedule, and the most days that it excludes.
 MAX_RULES: Final = 20
 MAX_EXCLUDED: Final = 100
-
-_MINUTE_MS: Final = 60_000
-
-#: The most instants, or days, that may be excluded one after another; a day has 1,440 minutes.
-MAX_EXCLUDED_STEPS: Final = 10_080
 
 #: The hour of the day, in the mean time of a longitude, from which one is searched for.
 _BEGIN: Final = {"next_rising": -6, "next_transit": 0, "next_setting": 6}
 
 _HOUR_MS: Final = 3_600_000
 _DAY_MS: Final = 24 * _HOUR_MS
-
-#: Beyond that, no instant is searched for.
-_CENTURY_MS: Final = 36_525 * _DAY_MS
 
 #: For how many days an event of the sun is looked for: beyond the polar circles it may be far.
 _YEAR: Final = 370
@@ -83,9 +75,6 @@ _TAKES: Final = (
     "a list"
 )
 
-#: A day, in what is excluded.
-_DAY: Final = re.compile(r"\d{4}-\d\d-\d\d")
-
 #: A time zone that has no name.
 _OFFSET: Final = re.compile(r"UTC([+-]\d\d:\d\d)")
 
@@ -100,8 +89,7 @@ class Recurrence(NamedTuple):
         zone: The time zone of cron texts, an IANA name or an offset such as UTC+05:30.
         start_ms: Nothing is due before that, in milliseconds since 1970-01-01 UTC.
         end_ms: Nothing is due after that; None for no end.
-        excluded: When it is not due all the same: days, such as 2026-12-25, and the minutes in
-            which cron texts are due.
+        excluded: The days in the time zone on which it is not due all the same: 2026-12-25.
     """
 
     rules: tuple[str, ...]
@@ -130,9 +118,8 @@ class Recurrence(NamedTuple):
                 count from it; without it, from 1970-01-01 UTC, so that an hour is due at each full
                 hour.
             end: Nothing is due after that, likewise.
-            exclude: When it is not due all the same: a date or its text, as a whole day in the time
-                zone; Celery's ``crontab`` or a cron text, as the minutes in which that is due; or a
-                list of these.
+            exclude: The days in the time zone on which it is not due all the same: a date or its
+                text, or a list of these.
 
         Raises:
             InvalidSchedule: One of these is wrong, or nothing is ever due. Nothing is due any more
@@ -175,7 +162,7 @@ class Recurrence(NamedTuple):
     def _check(self) -> None:
         """Raise one of :data:`INVALID` if it cannot be computed."""
         if not 1 <= len(self.rules) <= MAX_RULES or len(self.excluded) > MAX_EXCLUDED:
-            takes = f"takes 1 to {MAX_RULES} rules, and at most {MAX_EXCLUDED} to exclude"
+            takes = f"takes 1 to {MAX_RULES} rules, and at most {MAX_EXCLUDED} days to exclude"
             raise ValueError(takes)
         _zone(self.zone)
         for rule in self.rules:
@@ -187,34 +174,30 @@ class Recurrence(NamedTuple):
             else:
                 _cron(rule)
         for each in self.excluded:
-            if _DAY.fullmatch(each):
-                date.fromisoformat(each)
-            else:
-                _cron(each)
+            if date.fromisoformat(each).isoformat() != each:
+                raise ValueError(f"{each!r} is not a date such as 2026-12-25")
 
     def after(self, instant_ms: int) -> int | None:
         """Return when it is due first after an instant; None for never again.
 
         Raises:
-            ValueError: Too much is excluded, or the sun is away for a year, as at the poles.
+            ValueError: The sun is away for a year, as at the poles.
         """
-        instant_ms = begin_ms = max(instant_ms, self.start_ms - 1)
+        instant_ms = max(instant_ms, self.start_ms - 1)
         end_ms = MAX_DUE_MS if self.end_ms is None else self.end_ms
         found: dict[str, int] = {}
-        for _ in range(MAX_EXCLUDED_STEPS):
+        while True:
             for rule in self.rules:
                 if found.get(rule, -1) <= instant_ms:
                     found[rule] = _next(rule, self, instant_ms)
             at_ms = min(found.values())
             if at_ms > end_ms:
                 return None
-            behind_ms = self._end_of_excluded(at_ms)
-            if behind_ms is None:
+            local = instant_of(at_ms).astimezone(_zone(self.zone))
+            if f"{local:%Y-%m-%d}" not in self.excluded:
                 return at_ms
-            instant_ms = behind_ms - 1
-            if instant_ms - begin_ms > _CENTURY_MS:
-                break
-        raise ValueError("so much is excluded that the next instant is not found")
+            tomorrow = datetime.combine(local + timedelta(days=1), time.min, local.tzinfo)
+            instant_ms = milliseconds_of(tomorrow) - 1
 
     def all_after(self, instant_ms: int) -> Iterator[int]:
         """Yield when it is due after an instant; raise as :meth:`after`."""
@@ -222,26 +205,6 @@ class Recurrence(NamedTuple):
         while following is not None:
             yield following
             following = self.after(following)
-
-    def _end_of_excluded(self, instant_ms: int) -> int | None:
-        """Return the end of what is excluded around an instant; None if it is not."""
-        if not self.excluded:
-            return None
-        local = instant_of(instant_ms).astimezone(_zone(self.zone))
-        tomorrow = datetime.combine(local + timedelta(days=1), time.min, local.tzinfo)
-        found = None
-        for each in self.excluded:
-            if _DAY.fullmatch(each):
-                if each == f"{local:%Y-%m-%d}":
-                    return milliseconds_of(tomorrow)
-                continue
-            cron = _cron(each)
-            is_day = local.month in cron.months and cron.match_day(local)
-            if is_day and local.hour in cron.hours and local.minute in cron.minutes:
-                if len(cron.hours) == 24 and len(cron.minutes) == 60:
-                    return milliseconds_of(tomorrow)
-                found = instant_ms // _MINUTE_MS * _MINUTE_MS + _MINUTE_MS
-        return found
 
 
 def _milliseconds_of(instant: datetime | str) -> int:
@@ -267,13 +230,12 @@ def _rule(when: object) -> str:
 
 
 def _exclusion(given: object) -> str:
-    """Return what is excluded as a text."""
+    """Return a day that is excluded as a text."""
     if isinstance(given, date):
         return f"{plain(given, 'exclude'):%Y-%m-%d}"
-    rule = _rule(given)
-    if rule.startswith((_EVERY, _SOLAR)) or len(rule.removeprefix(_CRONTAB).split()) > 5:
-        raise InvalidSchedule(given, "takes a date, or a cron text of five fields, to exclude")
-    return rule
+    if isinstance(given, str):
+        return given
+    raise InvalidSchedule(given, "takes dates to exclude")
 
 
 def _field(values: Collection[int], whole: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from itertools import islice, pairwise, takewhile
+from itertools import islice, pairwise
 from logging import getLogger
 from typing import Any, Final, Literal, NamedTuple, get_args
 from uuid import uuid4
@@ -20,8 +20,8 @@ from celery.utils.time import LocalTimezone
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import Delay, instant_of, milliseconds, milliseconds_of
-from celery_rabbitdelay.levels.headers import COPY, ONCE, TRACKED
+from celery_rabbitdelay.levels.delay import Delay, instant_of, milliseconds
+from celery_rabbitdelay.levels.headers import COPY, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.decision import new_copy
@@ -52,9 +52,7 @@ OPTIONS: Final = frozenset(
 #: How many instants are looked at to find the shortest gap between two.
 INSTANTS: Final = 50
 
-#: The most instants of one backfill, and the delay of what is sent now, in milliseconds: as the
-#: registry only decides about tasks that were delayed.
-MAX_BACKFILL: Final = 10_000
+#: The delay of what is sent now, in milliseconds: the registry decides about delayed tasks only.
 AT_ONCE_MS: Final = 100
 
 CatchUp = Literal["last", "all"]
@@ -201,8 +199,8 @@ class Schedules:
             start: Nothing is due before that, an aware datetime, or its ISO 8601 text; intervals
                 count from it.
             end: Nothing is due after that, likewise.
-            exclude: When it is not due all the same: dates (or their texts) in the time zone; cron
-                texts or Celery's ``crontab``, as the minutes in which they are due; or a list.
+            exclude: The days in the time zone on which it is not due all the same: a date or its
+                text, or a list of these.
             jitter: By how much an occurrence is late on purpose, at most, in seconds or as a
                 timedelta; each by its own part of it, so that not all come at once.
             overlap: What becomes of an occurrence while another run of the schedule still goes:
@@ -342,53 +340,13 @@ class Schedules:
         (noted,) = self._records.get([name])
         if noted is None or not noted.message:
             return None
-        task_id = str(uuid4())
-        self._send_now(noted.message, [task_id])
+        # The registry is asked about it as about any task.
+        task_id, pattern = str(uuid4()), restored(noted.message, "")
+        says = {COPY: new_copy(), TRACKED: True} if record.is_tracked(pattern) else {}
+        sent = record.filled(pattern, task_id, wall_clock.ms() + AT_ONCE_MS, says)
+        record.send_all(self.app.rabbitdelay, [sent])
         result: AsyncResult[Any] = self.app.AsyncResult(task_id)
         return result
-
-    def backfill(self, name: str, since: datetime, until: datetime) -> int:
-        """Send the task of a schedule now for each instant of a time that is over.
-
-        An occurrence that has run, or that waits, is left out; Redis remembers for
-        ``rabbitdelay_registry_keep`` what has run, and at most 10,000. They run beside each other,
-        and beside other runs.
-
-        Args:
-            name: The name of the schedule.
-            since: The begin of the time, an aware datetime.
-            until: Its end; later than now is now.
-
-        Returns:
-            How many were sent. To send one again has no effect.
-
-        Raises:
-            InvalidSchedule: There is no such schedule, or more than :data:`MAX_BACKFILL` instants.
-        """
-        (noted,) = self._records.get([name])
-        if noted is None or noted.occurrence is None or not noted.message:
-            raise InvalidSchedule(name, "is no schedule")
-        occurrence, begin_ms = noted.occurrence, milliseconds_of(since)
-        end_ms = min(milliseconds_of(until), wall_clock.ms(), occurrence.instant_ms - 1)
-        instants = occurrence.recurrence.all_after(begin_ms - 1)
-        most = MAX_BACKFILL + record.MAX_RAN + 1
-        over = set(islice(takewhile(lambda each: each <= end_ms, instants), most))
-        missed = sorted(over - self._records.ran(name, begin_ms, end_ms))
-        if len(missed) > MAX_BACKFILL:
-            raise InvalidSchedule(name, f"has more than {MAX_BACKFILL} instants in that time")
-        task_ids = [f"{name}:{each:015d}:backfill" for each in missed]
-        self._send_now(noted.message, task_ids, {ONCE: new_copy()})
-        return len(missed)
-
-    def _send_now(
-        self, message: str, task_ids: Sequence[str], says: Mapping[str, object] | None = None
-    ) -> None:
-        """Send tasks beside the occurrences: the registry is asked about them as about any."""
-        pattern, due_ms = restored(message, ""), wall_clock.ms() + AT_ONCE_MS
-        tracked = {COPY: new_copy(), TRACKED: True} if record.is_tracked(pattern) else {}
-        says = {**tracked, **(says or {})}
-        sends = [record.filled(pattern, each, due_ms, says) for each in task_ids]
-        record.send_all(self.app.rabbitdelay, sends)
 
     def delete(self, name: str) -> bool:
         """End a schedule: nothing that waits of it runs. Return whether there was one."""

@@ -167,21 +167,6 @@ def test_tasks_are_paused_by_name_and_by_queue_and_resumed(shop: Any) -> None:
     assert shop.rabbitdelay.paused() == []
 
 
-def test_a_time_without_a_time_zone_is_in_that_of_the_application(
-    make_shop: Callable[..., Any],
-) -> None:
-    shop = make_shop(timezone="America/New_York")
-    shop.rabbitdelay.schedules.put("noon", "shop.report", "0 12 * * *")
-    for since, until, number in (
-        ("2026-01-01T12:00", "2026-01-01T12:00", 1),
-        ("2026-07-01T11:59", "2026-07-01T11:59:59", 0),
-        ("2026-01-01T17:00+00:00", "2026-01-01T17:00+00:00", 1),
-    ):
-        command = f"schedules backfill noon --since {since} --until {until}"
-        assert answer(shop, command, "schedule")["sent"] == number, since
-    shop.rabbitdelay.schedules.delete("noon")
-
-
 def test_beats_entries_are_put_and_ended(make_shop: Callable[..., Any]) -> None:
     def version(**entries: float) -> Any:
         given = {name: {"task": "look", "schedule": each} for name, each in entries.items()}

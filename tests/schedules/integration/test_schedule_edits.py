@@ -1,4 +1,4 @@
-"""Edits, pauses, leases, backfills and wrong clocks of schedules, on real servers."""
+"""Edits, pauses, leases and wrong clocks of schedules, on real servers."""
 
 import os
 import signal

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from celery_rabbitdelay import InvalidSchedule
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import Travel, wait_for
@@ -49,7 +48,7 @@ def test_a_paused_schedule_comes_and_does_not_run_and_is_sent_by_hand(
     shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
 ) -> None:
     schedules, before = shop.rabbitdelay.schedules, worker.log.count("does not run: paused")
-    begin, first = travel.now, put(paused=True).next_at
+    first = put(paused=True).next_at
     travel(hours=3)
     assert worker.log.count("does not run: paused") == before + 3
     assert noted() == []
@@ -59,9 +58,6 @@ def test_a_paused_schedule_comes_and_does_not_run_and_is_sent_by_hand(
     assert hours(noted, first) == [3, 4, 5]
     assert len(noted()) == 4
     assert not schedules.pause("b")
-    assert schedules.backfill("a", begin, begin + 4 * HOUR) == 3
-    travel(seconds=1)
-    assert hours(noted, first) == [*range(6)]
 
 
 def test_retries_of_an_occurrence_are_no_occurrences(
@@ -134,24 +130,3 @@ def test_a_schedule_ends(
     # Its code puts it again.
     assert put(end=end) is None
     assert shop.rabbitdelay.schedules.all() == []
-
-
-def test_what_was_missed_is_sent_by_hand_and_neither_what_ran_nor_what_waits(
-    shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
-) -> None:
-    schedules, now = shop.rabbitdelay.schedules, travel.now
-    first = put().next_at
-    travel(hours=2)
-    # An edit, while one is due and has not come.
-    worker.kill()
-    travel(hours=1)
-    put(priority=3)
-    assert schedules.backfill("a", first, travel.now) == 0
-    worker.start()
-    # More than what was missed; those that were sent before have no effect.
-    assert schedules.backfill("a", now - 3 * HOUR, now) == 3
-    assert schedules.backfill("a", now - 5 * HOUR, travel.now) == 5
-    travel(seconds=1)
-    assert hours(noted, first) == [*range(-5, 3)]
-    with pytest.raises(InvalidSchedule, match="more than 10000"):
-        schedules.backfill("a", now - 20_000 * HOUR, now)

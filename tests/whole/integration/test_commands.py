@@ -25,8 +25,8 @@ LEAST: dict[str | None, tuple[str, ...]] = {
     "Error: the registry cannot be used: ": (
         *("cancel some-id", "job show some-job", "pause --task some-task", "pending"),
         *("postpone some-id --delay 5", "resume --task some-task", "run-now some-id"),
-        *("show some-id", "schedules backfill some-name --since 2030-01-01"),
-        *("schedules delete some-name", "schedules export", "schedules list"),
+        "show some-id",
+        *("schedules delete some-name", "schedules list"),
         *("schedules next some-name", "schedules pause some-name", "schedules put-beat"),
         *("schedules resume some-name", "schedules show some-name", "schedules trigger some-name"),
     ),
@@ -42,7 +42,7 @@ LEAST: dict[str | None, tuple[str, ...]] = {
     ),
     None: (
         *("export --format mermaid", "permissions producer --user web", "route 5"),
-        *("schedules import -", "web"),
+        "web",
     ),
 }
 
