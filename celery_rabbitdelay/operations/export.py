@@ -13,39 +13,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.resources import files
-from inspect import signature
 from typing import Final
 
 import click
 
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.exceptions import InvalidLayout
 from celery_rabbitdelay.levels.delay import duration_text
-from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.inventory import described
 from celery_rabbitdelay.operations.management import Json
-
-
-def as_setting(layout: Layout) -> dict[str, object] | None:
-    """Return the value of ``rabbitdelay_layout`` that makes a layout, as JSON can express it.
-
-    Returns:
-        A mapping; None if only Python can make this layout.
-    """
-    make = NAMED.get(layout.name, custom)
-    levels = [[each.unit, each.base, _seconds(each.place_ms)] for each in layout.levels]
-    given = {
-        "tick": _seconds(layout.tick_ms),
-        "factor": layout.bases[0],
-        "levels": levels if make is custom else len(levels),
-        "zeros": layout.zeros,
-    }
-    options = {name: given[name] for name in signature(make).parameters}
-    try:
-        return {"name": layout.name, **options} if make(**options) == layout else None
-    except InvalidLayout:
-        return None
 
 
 def _seconds(length_ms: int) -> float:
@@ -119,7 +95,6 @@ def as_terraform(topology: Topology, vhost: str = "/") -> str:
         "prefix": _hcl(topology.prefix),
         "vhost": _hcl(vhost),
         "max_delay": _hcl(_seconds(layout.capacity_ms)),
-        "setting": _hcl(as_setting(layout)),
         "guard": _hcl(guard),
         "marker": _hcl(marker),
         "exchanges": _table({each["name"]: each for each in exchanges}),
@@ -211,7 +186,7 @@ def export(format_name: str, vhost: str | None, **options: object) -> None:
         "prefix": topology.prefix,
         "vhost": host,
         "fingerprint": topology.identity.fingerprint,
-        "layout": as_setting(topology.layout),
+        "layout": topology.layout.name,
         "capacity_ms": topology.layout.capacity_ms,
         "text": text,
     }

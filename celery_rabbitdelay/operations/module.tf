@@ -35,11 +35,6 @@ variable "max_delay" {
   }
 }
 
-# The value of rabbitdelay_layout that describes these levels.
-output "layout" {
-  value = @setting@
-}
-
 locals {
   guard     = @guard@
   marker    = @marker@

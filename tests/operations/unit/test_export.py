@@ -9,14 +9,12 @@ from typing import Any, get_args
 import hcl2  # type: ignore[import-untyped,unused-ignore]
 import pytest
 from click.testing import Result
-from hypothesis import given, settings
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.kombu import Layout, Topology, binary, clock, custom, declare, geometric
 from celery_rabbitdelay.levels.layout import Zeros
 from celery_rabbitdelay.operations import export
 from tests.json_schemas import checked
-from tests.kernel.unit.strategies import layouts
 
 
 class _Channel:
@@ -133,7 +131,7 @@ def test_the_terraform_module_makes_what_declare_makes(layout: Layout) -> None:
 
 def test_the_marker_comes_last_and_queues_are_never_destroyed() -> None:
     text = export.as_terraform(Topology(layout=binary(levels=2)))
-    assert hcl2.loads(text).keys() >= {"terraform", "variable", "output", "locals", "resource"}
+    assert hcl2.loads(text).keys() >= {"terraform", "variable", "locals", "resource"}
     assert re.findall(r'^resource "rabbitmq_(\w+)" "(\w+)"', text, re.M) == [
         *(("exchange", "guard"), ("exchange", "all"), ("queue", "all"), ("binding", "all")),
         ("exchange", "marker"),
@@ -146,27 +144,12 @@ def test_the_marker_comes_last_and_queues_are_never_destroyed() -> None:
     assert text.count("prevent_destroy = true") == 1
 
 
-def test_the_module_says_its_inputs_and_the_setting_of_the_applications() -> None:
+def test_the_module_says_its_inputs() -> None:
     topology = Topology("shop", geometric(factor=60, levels=4, tick=1))
     text = export.as_terraform(topology, 'a"${b}')
     defaults = re.findall(r"^  default += (.*)$", text, re.M)
     assert defaults == ['"shop"', r'"a\"$${b}"', str(60**4 - 1)]
     assert f"condition     = var.max_delay <= {60**4 - 1}\n" in text
-    assert Settings(layout=local(text, "value")).topology.layout == topology.layout
-
-
-@given(layouts)
-@settings(max_examples=50)
-def test_a_layout_is_made_again_from_its_setting(layout: Layout) -> None:
-    setting = json.loads(json.dumps(export.as_setting(layout)))
-    assert Settings(layout=setting).topology.layout == layout
-
-
-def test_a_layout_that_only_python_can_make_has_no_setting() -> None:
-    odd = Layout("mine", binary(levels=2).levels)
-    assert export.as_setting(odd) is None
-    assert export.as_setting(Layout("clock", clock().levels[1:])) is None
-    assert "  value = null\n" in export.as_terraform(Topology(layout=odd))
 
 
 @pytest.mark.parametrize("layout", SOME)
@@ -186,5 +169,5 @@ def test_the_command_prints_the_virtual_host_of_the_application(
     told = offline("export", "-f", "definitions", "-j", broker_url="amqp://guest@nowhere/v")
     found, topology = checked("export", told.stdout), Settings().topology
     assert found["fingerprint"] == topology.identity.fingerprint
-    assert Settings(layout=found["layout"]).topology.layout == topology.layout
+    assert found["layout"] == topology.layout.name
     assert json.loads(found["text"]) == export.definitions(topology, "v")
