@@ -76,7 +76,7 @@ BUILT_IN: Final = (
         methods={
             f"{_REGISTRY}.waiting:Waiting": (
                 *("registry", "has_registry", "cancel", "cancel_pending", "cancel_batches"),
-                *("cancel_stamped", "is_waiting", "postpone", "show", "pending", "count"),
+                *("is_waiting", "postpone", "show", "pending", "count"),
                 *("pending_since", "open_job", "commit_job", "abort_job", "job"),
                 *("pause", "resume", "paused"),
             ),

@@ -63,21 +63,6 @@ class DelayingControl(Control):
             each.revoked([task_id] if isinstance(task_id, str) else list(task_id))
         return answer
 
-    def revoke_by_stamped_headers(self, headers: Any, *more: Any, **options: Any) -> Any:
-        """Tell all workers not to run tasks with these stamps; the tracked ones are cancelled.
-
-        A task that waits and is not tracked runs if every worker was restarted until it is due.
-
-        Args:
-            headers: The stamps.
-            *more: Further arguments of Celery.
-            **options: Further arguments of Celery.
-        """
-        answer = super().revoke_by_stamped_headers(headers, *more, **options)
-        for each in _additions(self):
-            each.revoked_by_stamps(headers)
-        return answer
-
     def purge(self, connection: Connection | None = None) -> int:
         """Discard all tasks of the application's queues, and cancel the tracked ones that wait.
 

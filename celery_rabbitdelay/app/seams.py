@@ -209,9 +209,6 @@ class Addition:
     def revoked(self, task_ids: Sequence[str]) -> None:
         """Note that Celery's ``revoke`` is called."""
 
-    def revoked_by_stamps(self, headers: Mapping[str, object]) -> None:
-        """Note that Celery's ``revoke_by_stamped_headers`` is called."""
-
     def purged(self) -> int:
         """Note that Celery's ``purge`` is called; return how many tasks were discarded."""
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import is_sent_by_celery
@@ -123,10 +123,6 @@ class RegistryAddition(Addition):
     def revoked(self, task_ids: Sequence[str]) -> None:
         """Cancel the tasks that wait: the revoke lasts until they are due."""
         registry_of(self.delays).cancel(task_ids)
-
-    def revoked_by_stamps(self, headers: Any) -> None:
-        """Cancel the tracked tasks that wait and have one of these stamps."""
-        self.delays.part(Waiting).cancel_stamped(headers)
 
     def purged(self) -> int:
         """Cancel the tracked tasks that wait; return how many."""

@@ -11,7 +11,6 @@ from uuid import UUID
 
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult, ResultBase
-from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
@@ -189,23 +188,6 @@ class Waiting(Holding):
                     readable(f"the record of task {task_id}", outcome)
                 has_found = has_found or done > 0
 
-    def cancel_stamped(self, headers: Mapping[str, object] | list[str]) -> Outcome:
-        """Cancel the tracked tasks that wait and have one of these stamps.
-
-        Args:
-            headers: As for Celery's ``revoke_by_stamped_headers``: the stamps of each header, or a
-                list of ``header=stamp``.
-        """
-        if isinstance(headers, list):
-            headers = dict(each.split("=")[:2] for each in headers)
-        wanted = {name: set(maybe_list(stamps) or ()) for name, stamps in headers.items()}
-        found: list[str] = []
-        for part in self.registry.index.parts(Filter()):
-            ids = [each.task_id for each in part.tasks]
-            messages = zip(ids, self.registry.index.messages(ids), strict=True)
-            found += [each for each, text in messages if text and _is_stamped(text, wanted)]
-        return self._cancel(found)
-
     def is_waiting(self, task_id: str) -> bool:
         """Return whether a task is tracked and waits; False without a registry as well.
 
@@ -364,11 +346,3 @@ def _ids(task: object) -> list[str]:
         ids += _ids(each)
     parent = getattr(task, "parent", None)
     return (_ids(parent) if parent is not None else []) + ids
-
-
-def _is_stamped(message: str, wanted: Mapping[str, set[object]]) -> bool:
-    """Return whether a stored message has one of these stamps, as Celery's workers see it."""
-    stamps = restored(message, "").message.headers.others.get("stamps") or {}
-    return any(
-        not values.isdisjoint(maybe_list(stamps.get(name)) or ()) for name, values in wanted.items()
-    )

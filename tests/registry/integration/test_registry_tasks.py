@@ -10,7 +10,6 @@ from uuid import UUID, uuid4
 
 import pytest
 from celery import chain, chord, group
-from celery.canvas import StampingVisitor  # type: ignore[attr-defined]
 from celery.exceptions import TaskRevokedError
 from celery.states import REVOKED
 
@@ -183,25 +182,6 @@ def test_tracked_rows_are_listed_and_can_be_cancelled_and_run_earlier(
     assert delays.postpone(ids[1], delay=0.2) is Outcome.DONE
     wait_for(lambda: noted() == [1], "the task", PATIENCE)
     assert [each.task_id for each in delays.pending(job=job)] == ids[2:]
-
-
-def test_tracked_tasks_with_a_stamp_are_cancelled(shop: Any, noted: Notes) -> None:
-    class Stamps(StampingVisitor):  # type: ignore[misc]
-        def on_signature(self, sig: Any, **headers: Any) -> dict[str, Any]:
-            return {"import": sig.args[0]}
-
-    def stamped(name: str) -> Any:
-        signature = shop.tasks["note"].s(name)
-        signature.stamp(Stamps())
-        return signature.apply_async(kwargs={"key": noted.key}, delay=DELAY, track=True)
-
-    first, other, third = stamped("monday"), stamped("tuesday"), stamped("wednesday")
-    # Celery's workers remember the stamps as well, but this one is told nothing.
-    assert shop.rabbitdelay.cancel_stamped({"import": ["monday", "friday"]}) is Outcome.DONE
-    assert shop.rabbitdelay.cancel_stamped(["import=friday"]) is Outcome.UNKNOWN
-    # Celery's own revoke cancels them too.
-    shop.control.revoke_by_stamped_headers({"import": "wednesday"}, destination=["nobody"])
-    assert (first.state, other.state, third.state) == (REVOKED, "DELAYED", REVOKED)
 
 
 def test_a_purge_cancels_the_tracked_tasks_that_wait(shop: Any, noted: Notes) -> None:
