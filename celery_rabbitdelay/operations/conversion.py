@@ -14,12 +14,12 @@ there.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import tzinfo
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final
 from uuid import uuid4
 
 import amqp
@@ -193,18 +193,7 @@ def check_source(source: Place) -> None:
 #: The number of queues in a chain, and of bits in a routing key.
 BITS: Final = 28
 
-#: How often a message may have been returned to a task queue. RabbitMQ 4.0 and later drop a message
-#: from a quorum queue after 20 returns
-#: (https://www.rabbitmq.com/docs/quorum-queues#position-in-queue). Before that, it is published to
-#: its queue anew, which restarts the count.
-MOST_RETURNS: Final = 8
-
-#: The headers in which RabbitMQ counts returns; from 4.3 on, the second one.
-RETURNS: Final = ("x-delivery-count", "x-acquired-count")
-
-#: The reasons for which a task is left as it should be: it is not delayed, or it keeps Celery's own
-#: delays.
-NOT_DELAYED: Final = "it is due, or has no eta"
+#: The reason for which a task is left as it should be.
 KEEPS_OWN: Final = "its task has rabbitdelay=False"
 
 #: Milliseconds by which a due time may be earlier than the chain, which counts in whole seconds
@@ -212,9 +201,6 @@ KEEPS_OWN: Final = "its task has rabbitdelay=False"
 SLACK_MS: Final = 2000
 
 _BITS = re.compile(rf"((?:[01]\.){{{BITS}}})(.*)", re.DOTALL)
-
-#: Returns the delayed message of one in a queue; it raises :class:`.Stay`.
-Adopt: TypeAlias = Callable[[amqp.Message, str], Outgoing]
 
 
 def native_queues(prefix: str = "") -> list[str]:
@@ -225,6 +211,43 @@ def native_queues(prefix: str = "") -> list[str]:
     """
     start = f"{prefix}_" if prefix else ""
     return [f"{start}celery_delayed_{level}" for level in reversed(range(BITS))]
+
+
+@dataclass(frozen=True)
+class NativeChain:
+    """Converts the tasks in Celery's native delayed delivery into delayed tasks.
+
+    Attributes:
+        producer: Makes the messages; nothing is published with it.
+        timezone: The application's time zone.
+        queues: The queues that the application knows.
+        ensure: Called with the name of each queue that messages are for.
+        keeps_own: Returns whether a task, by its name, keeps Celery's own delays.
+    """
+
+    producer: DelayedProducer
+    timezone: tzinfo
+    queues: Sequence[Queue]
+    ensure: Callable[[str], None]
+    keeps_own: Callable[[str], bool]
+
+    def convert(self, message: amqp.Message, queue: str) -> Outgoing:
+        """Return what to publish for a message.
+
+        Raises:
+            Stay: Its destination is unknown, or the levels do not take it.
+        """
+        headers = headers_of(message)
+        eta = eta_of(headers.get("eta"), self.timezone)
+        due, key = _end_of_chain(message, queue, None if eta is None else Due.at(eta))
+        destination = _destination(self.queues, key)
+        if self.keeps_own(str(headers.get("task"))):
+            raise Stay(KEEPS_OWN)
+        task = forwarding.delayed_task(message, destination, due.at_ms)
+        outgoing = routed(self.producer, task, destination.queue, due)
+        if destination.queue is not None:
+            self.ensure(destination.queue.name)
+        return outgoing
 
 
 def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[Due, str]:
@@ -254,42 +277,6 @@ def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[D
     return due, found[2]
 
 
-@dataclass(frozen=True)
-class TaskMessages:
-    """Makes delayed tasks of messages that plain Celery has sent.
-
-    Attributes:
-        producer: Makes the messages; nothing is published with it.
-        timezone: The application's time zone.
-        ensure: Called with the name of each queue that messages are for.
-        keeps_own: Returns whether a task, by its name, keeps Celery's own delays.
-    """
-
-    producer: DelayedProducer
-    timezone: tzinfo
-    ensure: Callable[[str], None]
-    keeps_own: Callable[[str], bool] = lambda name: False
-
-    def due(self, message: amqp.Message) -> Due | None:
-        """Return when a task is due; None if it has no eta, or is not of Celery's protocol 2."""
-        eta = eta_of(headers_of(message).get("eta"), self.timezone)
-        return None if eta is None else Due.at(eta)
-
-    def delayed(self, message: amqp.Message, destination: Destination, due: Due) -> Outgoing:
-        """Return the message that waits in the levels.
-
-        Raises:
-            Stay: The levels do not take it.
-        """
-        if self.keeps_own(str(headers_of(message).get("task"))):
-            raise Stay(KEEPS_OWN)
-        task = forwarding.delayed_task(message, destination, due.at_ms)
-        outgoing = routed(self.producer, task, destination.queue, due)
-        if destination.queue is not None:
-            self.ensure(destination.queue.name)
-        return outgoing
-
-
 def routed(
     producer: DelayedProducer, message: WaitingMessage, queue: Queue | None, due: Due
 ) -> Outgoing:
@@ -306,24 +293,6 @@ def routed(
         raise Stay(str(error)) from error
     address = partial(producer.address, delayed, due)
     return Outgoing(*address(), delayed.message, address)
-
-
-def native_chain(tasks: TaskMessages, queues: Iterable[Queue]) -> Adopt:
-    """Return what converts tasks in Celery's native delayed delivery.
-
-    It raises :class:`.Stay` if the destination of a task is unknown.
-
-    Args:
-        tasks: Makes the delayed task.
-        queues: The queues that the application knows.
-    """
-    known = list(queues)
-
-    def convert(message: amqp.Message, queue: str) -> Outgoing:
-        due, key = _end_of_chain(message, queue, tasks.due(message))
-        return tasks.delayed(message, _destination(known, key), due)
-
-    return convert
 
 
 def _destination(queues: Sequence[Queue], routing_key: str) -> Destination:
@@ -347,32 +316,3 @@ def _destination(queues: Sequence[Queue], routing_key: str) -> Destination:
         raise Stay(f"{which} the routing key {shortened(routing_key)}")
     (exchange,) = found
     return resolve(exchange, routing_key, queues)
-
-
-def eta_tasks(tasks: TaskMessages, topology: Topology, queues: Mapping[str, Queue]) -> Adopt:
-    """Return what converts tasks in their own queue, where workers would hold them until their eta.
-
-    It raises :class:`.Stay` for a task that is due, has no eta, or cannot wait in the levels.
-
-    Args:
-        tasks: Makes the delayed task.
-        topology: The levels.
-        queues: The queues that the application knows, by their names.
-    """
-
-    def convert(message: amqp.Message, queue: str) -> Outgoing:
-        due, stay = tasks.due(message), Stay(NOT_DELAYED)
-        if due is not None and due.delay_ms > topology.layout.tick_ms:
-            info = message.delivery_info or {}
-            known = queues.get(queue) or Queue(queue, no_declare=True)
-            destination = Destination(known, info["exchange"], info["routing_key"])
-            try:
-                return tasks.delayed(message, destination, due)
-            except Stay as not_taken:
-                stay = not_taken
-        returns = [headers_of(message).get(name) for name in RETURNS]
-        if all(not isinstance(each, int) or each < MOST_RETURNS for each in returns):
-            raise stay
-        return Outgoing("", queue, WaitingMessage.unopened(message))
-
-    return convert

@@ -24,7 +24,7 @@ from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, Topology
 from celery_rabbitdelay.levels import shown_url
 from celery_rabbitdelay.operations import conversion
 from celery_rabbitdelay.operations.mover import Convert, Destinations, Moved, Mover, Place
-from celery_rabbitdelay.operations.source import ready_in, waiting
+from celery_rabbitdelay.operations.source import waiting
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
@@ -175,59 +175,25 @@ def _check_registry(delays: Delays, prefix: str) -> None:
         )
 
 
-@shared.group
-def adopt() -> None:
-    """Take over delayed messages that wait elsewhere on the application's broker.
-
-    Each keeps its due time. A command can be ended at any time and started again.
-    """
-
-
-@adopt.command()
+@shared.command()
 @click.option("--chain-prefix", default="", help="Celery's broker_native_delayed_delivery_prefix.")
 @_move_options
-def native(chain_prefix: str, pace: Pace) -> None:
-    """Adopt the tasks in Celery's native delayed delivery.
+def adopt(chain_prefix: str, pace: Pace) -> None:
+    """Take over the tasks in Celery's native delayed delivery on the application's broker.
 
-    Deploy producers that use the levels first; tasks that others still send are adopted by
-    --follow.
+    Each keeps its due time. Deploy producers that use the levels first; tasks that others still
+    send are adopted by --follow. The command can be ended at any time and started again.
     """
-    queues = shared.app().amqp.queues
-    destinations = Destinations(_target(), queues)
-    convert = conversion.native_chain(_tasks(destinations), queues.values())
-    _run(destinations, conversion.native_queues(chain_prefix), convert, pace)
-
-
-@adopt.command()
-@click.argument("queues", nargs=-1, required=True, metavar="QUEUE...")
-@_move_options
-def eta(queues: Sequence[str], pace: Pace) -> None:
-    """Adopt tasks with an eta that sit in task queues.
-
-    A worker of this application does so whenever it receives one; use this for queues that have no
-    worker at the moment. Other tasks stay in their queue, behind those that arrive meanwhile.
-    """
-    target, known = _target(), shared.app().amqp.queues
-    destinations = Destinations(target, known)
-    convert = conversion.eta_tasks(_tasks(destinations), target.topology, known)
-
-    def check() -> None:
-        with target.connection.clone(heartbeat=0) as own:
-            for name in queues:
-                ready_in(own, name)
-
-    _run(destinations, queues, convert, pace, check=check)
-
-
-def _tasks(destinations: Destinations) -> conversion.TaskMessages:
-    """Return what makes delayed tasks of this application."""
-    settings, tasks = shared.delays().settings, shared.app().tasks
-    return conversion.TaskMessages(
+    settings, app = shared.delays().settings, shared.app()
+    destinations = Destinations(_target(), app.amqp.queues)
+    chain = conversion.NativeChain(
         DelayedProducer(Publisher(destinations.target.connection), **settings.for_producer),
-        shared.app().timezone,
+        app.timezone,
+        list(app.amqp.queues.values()),
         destinations.ensure,
-        lambda name: not getattr(tasks.get(name), "rabbitdelay", True),
+        lambda name: not getattr(app.tasks.get(name), "rabbitdelay", True),
     )
+    _run(destinations, conversion.native_queues(chain_prefix), chain.convert, pace)
 
 
 def _run(
@@ -276,7 +242,7 @@ def _run(
     missing, unnamed = sorted(destinations.missing), sorted(destinations.unnamed)
     told = {**vars(moved), "missing_queues": missing, "unnamed_queues": unnamed}
     shared.answer(told, _lines(moved, missing, unnamed))
-    is_left = moved.left.keys() - {conversion.KEEPS_OWN, conversion.NOT_DELAYED}
+    is_left = moved.left.keys() - {conversion.KEEPS_OWN}
     if is_left or moved.undeliverable or unnamed or not moved.finished:
         raise SystemExit(shared.FAILED)
 

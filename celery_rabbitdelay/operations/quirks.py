@@ -56,7 +56,7 @@ ORDER_OF_REQUEUED: Final = Quirk(last=(3,))
 ONLY_REJECT_COUNTS: Final = Quirk(first=(4, 3))
 
 #: Quorum queues dead-letter a message after 20 deliveries by default, task queues drop it. The
-#: levels set a limit that is never reached; adopt publishes a task anew before it is. Source:
+#: levels set a limit that is never reached. Source:
 #: https://www.rabbitmq.com/docs/quorum-queues#position-in-queue
 DELIVERY_LIMIT: Final = Quirk(first=(4, 0))
 

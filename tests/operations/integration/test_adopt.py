@@ -3,23 +3,16 @@
 import random
 import time
 from collections.abc import Iterator
-from datetime import UTC
 from typing import Any
 from uuid import uuid4
 
 import celery
 import pytest
-from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection, Queue
 from kombu.transport import native_delayed_delivery
 
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations import conversion
-from celery_rabbitdelay.operations.mover import Mover, Place
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.publishing.producer import DelayedProducer
-from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.kernel.integration.notes import Notes
 from tests.kernel.integration.shop import named
@@ -85,7 +78,7 @@ def test_tasks_in_celerys_native_delayed_delivery_run_on_time_and_once(
             options = {"countdown": delay, "task_id": task_id, "queue": queue}
             plain.send_task("note", (task_id,), {"key": noted.key}, **options)
         assert waiting(connection, native_chain) > 0
-        moved = answer(configuration, "adopt native", "moved")
+        moved = answer(configuration, "adopt", "moved")
         # On a slow machine, some have come due by then.
         assert 0 < moved["moved"] <= TASKS
         assert (moved["left"], moved["copies"]) == ({}, 0)
@@ -97,43 +90,3 @@ def test_tasks_in_celerys_native_delayed_delivery_run_on_time_and_once(
         assert each["routing_key"] == "topic.reports"
         # Celery writes its eta in microseconds, after the time was read here.
         assert each["at"] >= due[each["given"][0]] - 0.001
-
-
-def test_tasks_with_an_eta_leave_their_queue_and_others_stay(
-    configuration: dict[str, Any], connection: Connection, shop: Any, plain: Any
-) -> None:
-    queue = named(shop, "default")
-    for known in plain.conf.task_queues:
-        known(connection.default_channel).declare()
-    for options in ({"countdown": 3600}, {}) * 20:
-        plain.send_task("look", queue=queue, ignore_result=True, **options)
-    wait_for(lambda: waiting(connection, [queue]) == 40, "the tasks")
-    nobodys = answer(configuration, f"adopt eta {queue} nobodys", "error", EX_UNAVAILABLE)["error"]
-    assert nobodys.startswith("0 messages are moved")
-    assert nobodys.endswith("the queue nobodys does not exist")
-    moved = answer(configuration, f"adopt eta {queue}", "moved")
-    assert (moved["moved"], moved["left"]) == (20, {"it is due, or has no eta": 20})
-    assert waiting(connection, [queue]) == 20
-    # The levels have none of an hour.
-    meditation = shop.rabbitdelay.topology.module_queues.meditation.name
-    wait_for(lambda: waiting(connection, [meditation]) == 20, "the others")
-
-
-def test_tasks_that_stay_survive_many_runs(
-    configuration: dict[str, Any],
-    connection: Connection,
-    target: Queue,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("celery_rabbitdelay.operations.mover.SETTLE", 0.0)
-    # From 4.0 on, RabbitMQ drops what was given back to a quorum queue more than 20 times.
-    connection.Producer().publish({}, routing_key=target.name)
-    topology = Topology(configuration["prefix"])
-    producer = DelayedProducer(Publisher(connection), topology)
-    convert = conversion.eta_tasks(
-        conversion.TaskMessages(producer, UTC, lambda name: None), topology, {}
-    )
-    for _ in range(25):
-        wait_for(lambda: waiting(connection, [target.name]) == 1, "the task")
-        moved = Mover(connection, [target.name], Place(connection, topology), convert).move()
-        assert moved.left.keys() == {conversion.NOT_DELAYED}

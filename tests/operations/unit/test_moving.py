@@ -19,9 +19,8 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ONCE, UNREADABLE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.operations import conversion as adoption
 from celery_rabbitdelay.operations import mover as mover_module
-from celery_rabbitdelay.operations.conversion import Migration
+from celery_rabbitdelay.operations.conversion import Migration, NativeChain
 from celery_rabbitdelay.operations.mover import Mover, Place, Stay
 from celery_rabbitdelay.operations.source import SourceLost
 from celery_rabbitdelay.publishing.message import WaitingMessage
@@ -51,9 +50,9 @@ def headers_of(outgoing: Outgoing) -> dict[str, Any]:
     return headers
 
 
-def tasks(modules: tuple[str, ...] = MODULES) -> adoption.TaskMessages:
+def chain(modules: tuple[str, ...] = MODULES) -> NativeChain:
     producer = DelayedProducer(Publisher(Connection("amqp://")), TOPOLOGY, modules=modules)
-    return adoption.TaskMessages(producer, UTC, lambda name: None, lambda name: name == "own")
+    return NativeChain(producer, UTC, QUEUES, lambda name: None, lambda name: name == "own")
 
 
 def message(key: str, exchange: str = "", **headers: Any) -> amqp.Message:
@@ -70,8 +69,7 @@ def message(key: str, exchange: str = "", **headers: Any) -> amqp.Message:
 def native(
     key: str, level: int = 5, modules: tuple[str, ...] = MODULES, **headers: Any
 ) -> Outgoing:
-    convert = adoption.native_chain(tasks(modules), QUEUES)
-    return convert(message(key, **headers), f"celery_delayed_{level}")
+    return chain(modules).convert(message(key, **headers), f"celery_delayed_{level}")
 
 
 def in_seconds(seconds: float) -> str:
@@ -129,24 +127,6 @@ def test_a_native_task_stays_if_the_levels_cannot_take_it(
 ) -> None:
     with pytest.raises(Stay, match=reason):
         native(key, modules=modules, **headers)
-
-
-def eta_task(**headers: Any) -> Outgoing:
-    convert = adoption.eta_tasks(tasks(), TOPOLOGY, {queue.name: queue for queue in QUEUES})
-    return convert(message("daily", "reports", **headers), "daily")
-
-
-def test_a_task_with_an_eta_returns_to_its_queue_and_others_stay() -> None:
-    outgoing = eta_task(eta=in_seconds(40))
-    assert (due_in(outgoing), headers_of(outgoing)[header_names.QUEUE]) == (40, "daily")
-    for headers in ({}, {"eta": in_seconds(-5)}, {"x-delivery-count": 7}):
-        with pytest.raises(Stay, match=adoption.NOT_DELAYED):
-            eta_task(**headers)
-    # One that was given back often is published anew: RabbitMQ would drop it after some more times.
-    for header in ("x-delivery-count", "x-acquired-count"):
-        outgoing = eta_task(**{header: 8})
-        assert (outgoing.exchange, outgoing.routing_key) == ("", "daily")
-        assert header not in headers_of(outgoing)
 
 
 # Messages of other levels.

@@ -31,7 +31,7 @@ LEAST: dict[str | None, tuple[str, ...]] = {
         *("schedules resume some-name", "schedules show some-name", "schedules trigger some-name"),
     ),
     "Error: cannot reach a broker: ": (
-        *("adopt native", "adopt eta some-queue"),
+        "adopt",
         "migrate --from-prefix other --ignore-registry",
         "transfer --from amqp://guest:secret@127.0.0.1:2//",
     ),
