@@ -38,13 +38,11 @@ class Pace(NamedTuple):
     Attributes:
         timeout: Seconds in which a broker has to answer, and the target to come back.
         rate: The most messages that are moved in a second.
-        follow: Whether to keep running when the queues are empty, until Ctrl-C.
         dry_run: Whether to count the messages, and move none.
     """
 
     timeout: float
     rate: float
-    follow: bool
     dry_run: bool
 
 
@@ -64,7 +62,6 @@ _move_options: Final = shared.as_one(
         default=inf,
         help="Move at most this many messages a second.",
     ),
-    click.option("--follow", is_flag=True, help="Keep running when all is moved, until Ctrl-C."),
     click.option("--dry-run", is_flag=True, help="Count the messages, and move none."),
 )
 
@@ -181,8 +178,8 @@ def _check_registry(delays: Delays, prefix: str) -> None:
 def adopt(chain_prefix: str, pace: Pace) -> None:
     """Take over the tasks in Celery's native delayed delivery on the application's broker.
 
-    Each keeps its due time. Deploy producers that use the levels first; tasks that others still
-    send are adopted by --follow. The command can be ended at any time and started again.
+    Each keeps its due time. Deploy producers that use the levels first. The command can be ended at
+    any time and started again.
     """
     settings, app = shared.delays().settings, shared.app()
     destinations = Destinations(_target(), app.amqp.queues)
@@ -230,7 +227,7 @@ def _run(
                 lines.append(f"{total:,} messages wait; nothing was moved")
                 shared.answer({"waiting": total, "queues": found}, lines)
                 return
-            moved = mover.move(follow=pace.follow)
+            moved = mover.move()
     except shared.BROKER_ERRORS as error:
         why = (
             f"{mover.result.moved:,} messages are moved, {mover.result.copies:,} others may exist "

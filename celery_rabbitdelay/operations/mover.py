@@ -180,8 +180,7 @@ class Moved:
         copies: How many messages may be at the target and still be in their queues, because the
             move ended before they were confirmed or acknowledged.
         seconds: The duration of the move.
-        finished: Whether the queues were empty at the end, except for the messages in ``left``;
-            with ``follow``, always True.
+        finished: Whether the queues were empty at the end, except for the messages in ``left``.
     """
 
     moved: int = 0
@@ -243,12 +242,8 @@ class Mover:
         self._end = math.inf if self.looked_at is None else self.looked_at
         self._taken = self._tried = self._in_flight = 0
 
-    def move(self, *, follow: bool = False) -> Moved:
+    def move(self) -> Moved:
         """Move messages until all queues are empty, or ``stopping`` is set.
-
-        Args:
-            follow: Keep running when the queues are empty, to move messages that producers still
-                publish. The move ends once a message stays, because a held message does not expire.
 
         Raises:
             PublishError: The target takes no messages any more.
@@ -259,7 +254,7 @@ class Mover:
         began = time.monotonic()
         self._source = Source(self.source, self.timeout)
         try:
-            self.result.finished = self._move_until_empty(follow) or follow
+            self.result.finished = self._move_until_empty()
         finally:
             self._source.close()
             self._publisher.close()
@@ -268,7 +263,7 @@ class Mover:
             self.result.seconds = time.monotonic() - began
         return self.result
 
-    def _move_until_empty(self, follow: bool) -> bool:
+    def _move_until_empty(self) -> bool:
         """Move messages in rounds; return whether the queues were empty twice in a row."""
         was_empty, idle_rounds = self.looked_at is not None, 0
         while not self.stopping.is_set() and not self._is_full:
@@ -276,11 +271,9 @@ class Mover:
             ready = self._source.ready(self.queues)
             if ready and idle_rounds < MOST_IDLE_ROUNDS:
                 self._move_ready(ready)
-            if not ready:
-                keeps_running = follow and not self.result.left
-                if was_empty and not keeps_running:
-                    return True
-            elif idle_rounds == MOST_IDLE_ROUNDS:  # so that these were not moved
+            if not ready and was_empty:
+                return True
+            if ready and idle_rounds == MOST_IDLE_ROUNDS:  # so that these were not moved
                 found = sum(ready.values())
                 self.result.left["no message comes, another consumer may have it"] += found
                 return False
@@ -290,15 +283,15 @@ class Mover:
             else:
                 idle_rounds += bool(ready)
                 self.stopping.wait(SETTLE)
+        return self._is_done
+
+    @property
+    def _is_done(self) -> bool:
         return self._tried >= self._limit or self._taken >= self._end
 
     @property
     def _is_full(self) -> bool:
-        return (
-            self.result.left.total() >= MOST_STAYING
-            or self._tried >= self._limit
-            or self._taken >= self._end
-        )
+        return self._is_done or self.result.left.total() >= MOST_STAYING
 
     def _move_ready(self, ready: Mapping[str, int]) -> None:
         # At a low rate, the other queues have their turn in the next rounds.
