@@ -1,16 +1,16 @@
-"""``celery rabbitdelay export``: a topology as Terraform, as a definitions file, or as a diagram.
+"""``celery rabbitdelay export``: a topology as Terraform, or as a definitions file.
 
 ``rabbitmqctl import_definitions``, the management page and ``load_definitions`` of
 ``rabbitmq.conf`` read a definitions file (https://www.rabbitmq.com/docs/definitions). The Terraform
 module is for the provider ``cyrilgdn/rabbitmq``; the file ``module.tf`` has the names of values, as
-``@name@``, in place of what differs. ``around.mmd`` is what stands around the levels in a diagram.
+``@name@``, in place of what differs.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from typing import Final
@@ -101,11 +101,8 @@ def as_terraform(topology: Topology, vhost: str = "/") -> str:
         "queues": _table({each["name"][behind]: each["arguments"] for each in made["queues"]}),
         "bindings": _table({" ".join(each.values()): each for each in bindings}),
     }
-    return re.sub("@([a-z_]+)@", lambda found: values[found[1]], _template("module.tf"))
-
-
-def _template(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+    template = files(__package__).joinpath("module.tf").read_text(encoding="utf-8")
+    return re.sub("@([a-z_]+)@", lambda found: values[found[1]], template)
 
 
 def _hcl(value: object) -> str:
@@ -119,49 +116,12 @@ def _table(entries: Mapping[str, object]) -> str:
     return f"{{\n{lines}\n  }}"
 
 
-def as_mermaid(topology: Topology) -> str:
-    """Return a flow chart from left to right."""
-    layout = topology.layout
-    loop = topology.module_queues.meditation.queue_arguments or {}
-    around = _template("around.mmd").replace("@ttl@", duration_text(loop["x-message-ttl"]))
-    title = (
-        f"{topology.prefix}: {layout.name}, zeros passed by {layout.zeros}, "
-        f"{len(topology.digit_queues)} digit queues, up to {duration_text(layout.capacity_ms)}"
-    )
-    lines = (*_levels(topology), *around.splitlines())
-    chart = ["---", f'title: "{title}"', "---", "flowchart LR", *(f"  {line}" for line in lines)]
-    return "\n".join(chart) + "\n"
-
-
-def _levels(topology: Topology) -> Iterator[str]:
-    """Yield each level, with its bindings by the digits that they match, and its dead-lettering."""
-    layout, count = topology.layout, len(topology.layout.levels)
-    exchanges = [*(f"exchange{index}" for index in range(count)), "delivery"]
-    first = 0 if layout.zeros == "queue" else 1
-    for index, level in enumerate(layout.levels):
-        queues = [
-            queue.name.removeprefix(f"{topology.prefix}.")
-            for queue in topology.level_queues[level.name]
-        ]
-        yield f'exchange{index}{{{{"{level.name}"}}}}'
-        yield f'queues{index}[("{" to<br/>".join(dict.fromkeys((queues[0], queues[-1])))}")]'
-        behind = count if layout.zeros == "skip" else index + 1
-        for lower in range(index, behind):
-            digits = "-".join(dict.fromkeys((str(first), str(layout.bases[lower] - 1))))
-            yield f'exchange{index} -->|"{"0." * (lower - index)}{digits}"| queues{lower}'
-        if layout.zeros != "queue":
-            zeros = ".".join("0" * (behind - index))
-            yield f'exchange{index} -->|"{zeros}"| {exchanges[behind]}'
-        yield f"queues{index} -.-> {exchanges[index + 1]}"
-
-
 #: What writes each format, given the topology and the name of the virtual host.
 FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
     "terraform": as_terraform,
     "definitions": lambda topology, vhost: (
         f"{json.dumps(definitions(topology, vhost), indent=2)}\n"
     ),
-    "mermaid": lambda topology, vhost: as_mermaid(topology),
 }
 
 
@@ -172,7 +132,7 @@ FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
     "format_name",
     type=click.Choice(list(FORMATS)),
     required=True,
-    help="A Terraform module, a definitions file for RabbitMQ, or a Mermaid flow chart.",
+    help="A Terraform module, or a definitions file for RabbitMQ.",
 )
 @click.option("--vhost", help="The virtual host; that of the application's broker if omitted.")
 @shared.topology_options

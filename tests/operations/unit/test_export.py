@@ -152,17 +152,6 @@ def test_the_module_says_its_inputs() -> None:
     assert f"condition     = var.max_delay <= {60**4 - 1}\n" in text
 
 
-@pytest.mark.parametrize("layout", SOME)
-def test_the_flow_chart_shows_every_level_and_where_it_leads(layout: Layout) -> None:
-    text = export.as_mermaid(Topology("shop", layout))
-    assert "flowchart LR" in text.splitlines()
-    nodes = re.findall(r"^  (\w+)[({\[]", text, re.M)
-    arrows = re.findall(r"^  (\w+) (?:-->|==>|-\.->)(?:\|.*\|)? (\w+)$", text, re.M)
-    # Each level has an exchange and queues; seven nodes stand around them.
-    assert {name for ends in arrows for name in ends} == {*nodes}
-    assert len({*nodes}) == len(nodes) == 2 * len(layout.levels) + 7
-
-
 def test_the_command_prints_the_virtual_host_of_the_application(
     offline: Callable[..., Result],
 ) -> None:

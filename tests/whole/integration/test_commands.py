@@ -41,7 +41,7 @@ LEAST: dict[str | None, tuple[str, ...]] = {
         *("undeliverable purge --yes", "undeliverable redrive"),
     ),
     None: (
-        *("export --format mermaid", "permissions producer --user web", "route 5"),
+        *("export --format definitions", "permissions producer --user web", "route 5"),
         "web",
     ),
 }
