@@ -1,26 +1,16 @@
-"""A worker's part in the registry: decisions on arrival, the return of what was paused, inspection.
-
-Importing this module registers Celery's commands ``scheduled`` and ``query_task`` anew: they also
-show the tracked tasks that wait. No worker holds these, so each worker with a registry answers for
-all of them.
-"""
+"""A worker's part in the registry: decisions on arrival, and the return of what was paused."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping
 from threading import Event, Thread
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import amqp
-import celery
 from celery.utils.log import get_logger
-from celery.worker import control
-from celery.worker.control import inspect_command
 from celery.worker.worker import WorkController
 from kombu.asynchronous.hub import Hub
-from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
 from celery_rabbitdelay.exceptions import RegistryUnavailable
@@ -37,9 +27,7 @@ from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Wire, read_unreadable_properties
 from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.decisions import Decisions
-from celery_rabbitdelay.registry.index import Filter, Index, Pending
 from celery_rabbitdelay.registry.pauses import paused_since
-from celery_rabbitdelay.registry.record import Said
 from celery_rabbitdelay.worker.bootsteps import Modules, RestoreTasks
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
 from celery_rabbitdelay.worker.restore import RestoringStrategies
@@ -54,14 +42,6 @@ AFTERWARDS: Final = 10.0
 
 #: Seconds that a stopping worker waits for the thread.
 STOP_TIMEOUT: Final = 10.0
-
-#: How many tasks that wait are shown, the next ones.
-MAX_SHOWN: Final = 100
-
-#: The priority that Celery shows for tasks that a worker holds for their eta.
-PRIORITY: Final = 6
-
-_celerys: Final[Any] = control
 
 
 class _Consumer(Protocol):
@@ -178,74 +158,3 @@ class ReturnPaused(RabbitMQStep):
         else:
             queue = decode_destination(word) or queue
         return bool(paused_since(paused, task, str(queue)))
-
-
-class _State(Protocol):
-    """What a control command gets of its worker."""
-
-    app: celery.Celery
-    hostname: str
-
-
-@inspect_command(name="scheduled", alias="dump_schedule")
-def scheduled(state: _State, **options: object) -> list[Mapping[str, object]]:
-    """List of currently scheduled ETA/countdown tasks, and of tracked tasks that wait next."""
-    waiting = _waiting(state, "scheduled", lambda index: islice(index.pending(Filter()), MAX_SHOWN))
-    shown = [{"eta": each["eta"], "priority": PRIORITY, "request": each} for each in waiting]
-    return [*_celerys.scheduled(state, **options), *shown]
-
-
-@inspect_command(name="query_task", variadic="ids", signature="[id1 [id2 [... [idN]]]]")
-def query_task(state: _State, ids: Sequence[str], **options: object) -> dict[str, object]:
-    """Query for task information by id, also of tracked tasks that wait."""
-    found: dict[str, object] = _celerys.query_task(state, ids, **options)
-    missing = [task_id for task_id in maybe_list(ids) or () if task_id not in found]
-    waiting = _waiting(state, "query_task", lambda index: index.tasks(missing)) if missing else []
-    return {**found, **{str(each["id"]): ("scheduled", each) for each in waiting}}
-
-
-def _waiting(
-    state: _State, command: str, look_up: Callable[[Index], Iterable[Pending]]
-) -> list[dict[str, object]]:
-    """Return the requests of tracked tasks that wait, as Celery shows those that a worker holds.
-
-    None without a registry, or while Redis does not answer.
-    """
-    delays: Delays | None = getattr(state.app, "rabbitdelay", None)
-    if delays is None or not (delays.available and delays.setting("registry_url")):
-        return []
-    index = registry_of(delays).index
-    try:
-        tasks = list(look_up(index))
-        messages = index.short_messages([each.task_id for each in tasks])
-    except RegistryUnavailable as error:
-        logger.warning("inspect %s: tasks in the levels are not shown: %s", command, error)
-        return []
-    return [
-        _request(task, Said.by(message), state.hostname)
-        for task, message in zip(tasks, messages, strict=True)
-    ]
-
-
-def _request(task: Pending, said: Said, hostname: str) -> dict[str, object]:
-    """Return a task as Celery shows one that this worker holds."""
-    return {
-        "id": task.task_id,
-        "name": said.shadow or task.task,
-        "args": said.args,
-        "kwargs": said.kwargs,
-        "type": task.task,
-        "hostname": hostname,
-        "time_start": None,
-        "acknowledged": False,
-        "delivery_info": {
-            "exchange": said.exchange,
-            "routing_key": said.routing_key,
-            "priority": said.priority,
-            "redelivered": False,
-        },
-        "worker_pid": None,
-        "eta": task.due.isoformat(),
-        "key": task.key,
-        "job": task.job,
-    }
