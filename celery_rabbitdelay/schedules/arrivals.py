@@ -28,7 +28,7 @@ from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.registry.application import RegistrySettings, registry_of
 from celery_rabbitdelay.registry.bootsteps import DecideOnArrival
 from celery_rabbitdelay.registry.decision import new_copy
-from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, pause_ms
+from celery_rabbitdelay.registry.decisions import Arrived, pause_ms
 from celery_rabbitdelay.registry.record import stored
 from celery_rabbitdelay.schedules import runs
 from celery_rabbitdelay.schedules.beat import BeatEntries
@@ -41,7 +41,7 @@ from celery_rabbitdelay.schedules.record import (
     says_of,
     send_each,
 )
-from celery_rabbitdelay.schedules.recurrence import INVALID, OCCURRENCES, OVERDUE, Occurrence
+from celery_rabbitdelay.schedules.recurrence import OCCURRENCES, OVERDUE, Occurrence
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, waiting_task
@@ -193,13 +193,7 @@ class Arrivals(BatchThread[_Came]):
         if self._skew_ms and occurrence.due_ms > now_ms + TOLERATED_MS:
             self.act(partial(put_back, occurrence.due_ms - self._skew_ms))
             return False
-        try:
-            runs_now, came.following_ms = occurrence.at(now_ms)
-        except INVALID as error:
-            # Another worker may have a missing package installed; an edit mends any other error.
-            logger.error("Occurrence %s waits, as none follows: %s", occurrence.task_id, error)
-            self.act(partial(put_back, wall_clock.ms() + int(MAX_PAUSE * 1000)))
-            return False
+        runs_now, came.following_ms = occurrence.at(now_ms)
         # An occurrence that waits for the end of a run was not too late when it arrived.
         came.occurrence, came.is_late = occurrence, not (runs_now or occurrence.turns)
         return True

@@ -3,7 +3,7 @@
 cronsim reads cron texts and walks their times, and Celery's crontabs are the numbers that Celery
 has read. Where a clock changes, a time that is skipped is due in the first minute behind the gap,
 and a time that comes twice counts once. A rule for all hours of the day is due whenever the clock
-shows its minutes. Events of the sun are those of Celery's ``solar``, and computed by ephem.
+shows its minutes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from copy import copy
-from datetime import UTC, date, datetime, time, timedelta, tzinfo
+from datetime import date, datetime, time, timedelta, tzinfo
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 from zoneinfo import ZoneInfo
 
-from celery.exceptions import ImproperlyConfigured
-from celery.schedules import solar
 from cronsim import CronSim, CronSimError
 from kombu.utils import json
 
@@ -36,21 +33,12 @@ from celery_rabbitdelay.levels.delay import (
 )
 from celery_rabbitdelay.levels.headers import MAX_COUNT, MAX_EXACT, is_int
 
-#: The errors that a wrong rule or time zone raises, or a solar rule without ephem.
-INVALID: Final = (ValueError, KeyError, OSError, OverflowError, ImproperlyConfigured)
+#: The errors that a wrong rule or time zone raises.
+INVALID: Final = (ValueError, KeyError, OSError, OverflowError)
 
 #: The most rules of one schedule, and the most days that it excludes.
 MAX_RULES: Final = 20
 MAX_EXCLUDED: Final = 100
-
-#: The hour of the day, in the mean time of a longitude, from which one is searched for.
-_BEGIN: Final = {"next_rising": -6, "next_transit": 0, "next_setting": 6}
-
-_HOUR_MS: Final = 3_600_000
-_DAY_MS: Final = 24 * _HOUR_MS
-
-#: For how many days an event of the sun is looked for: beyond the polar circles it may be far.
-_YEAR: Final = 370
 
 #: The fields of Celery's crontab, in the order of cron, and how many numbers ``*`` says.
 _CELERYS: Final = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
@@ -68,11 +56,9 @@ _NAMES: Final = {
 }
 
 _EVERY: Final = "every "
-_SOLAR: Final = "solar "
 _CRONTAB: Final = "crontab "
 _TAKES: Final = (
-    "takes a timedelta, Celery's schedule, crontab or solar, a cron text of five or six fields, or "
-    "a list"
+    "takes a timedelta, Celery's schedule or crontab, a cron text of five or six fields, or a list"
 )
 
 #: A time zone that has no name.
@@ -85,7 +71,7 @@ class Recurrence(NamedTuple):
     Attributes:
         rules: It is due when one of them says: ``every`` and milliseconds from ``start_ms`` on; or
             a cron text; or ``crontab`` and the numbers of Celery's, which is due if both of its
-            days fit; or ``solar`` with an event, a latitude and a longitude.
+            days fit.
         zone: The time zone of cron texts, an IANA name or an offset such as UTC+05:30.
         start_ms: Nothing is due before that, in milliseconds since 1970-01-01 UTC.
         end_ms: Nothing is due after that; None for no end.
@@ -110,8 +96,8 @@ class Recurrence(NamedTuple):
         """Return it as a user says it.
 
         Args:
-            when: A timedelta of at least a second; Celery's ``schedule``, ``crontab`` or ``solar``;
-                a cron text of five or six fields (the first of six are seconds), or one such as
+            when: A timedelta of at least a second; Celery's ``schedule`` or ``crontab``; a cron
+                text of five or six fields (the first of six are seconds), or one such as
                 ``@daily``; or a list of these.
             zone: The IANA name of a time zone, or an offset such as UTC+05:30, for cron texts.
             start: Nothing is due before that, an aware datetime or its ISO 8601 text. Intervals
@@ -169,8 +155,6 @@ class Recurrence(NamedTuple):
             if rule.startswith(_EVERY):
                 if not 1000 <= int(rule.removeprefix(_EVERY)) <= MAX_DELAY * 1000:
                     raise ValueError("an interval is a second at least, and 100 years at most")
-            elif rule.startswith(_SOLAR):
-                _sun(rule, 0)
             else:
                 _cron(rule)
         for each in self.excluded:
@@ -178,11 +162,7 @@ class Recurrence(NamedTuple):
                 raise ValueError(f"{each!r} is not a date such as 2026-12-25")
 
     def after(self, instant_ms: int) -> int | None:
-        """Return when it is due first after an instant; None for never again.
-
-        Raises:
-            ValueError: The sun is away for a year, as at the poles.
-        """
+        """Return when it is due first after an instant; None for never again."""
         instant_ms = max(instant_ms, self.start_ms - 1)
         end_ms = MAX_DUE_MS if self.end_ms is None else self.end_ms
         found: dict[str, int] = {}
@@ -200,7 +180,7 @@ class Recurrence(NamedTuple):
             instant_ms = milliseconds_of(tomorrow) - 1
 
     def all_after(self, instant_ms: int) -> Iterator[int]:
-        """Yield when it is due after an instant; raise as :meth:`after`."""
+        """Yield when it is due after an instant."""
         following = self.after(instant_ms)
         while following is not None:
             yield following
@@ -224,8 +204,6 @@ def _rule(when: object) -> str:
         return f"{_EVERY}{round(every / timedelta(milliseconds=1))}"
     if isinstance(when, str):
         return _NAMES.get(when.strip(), " ".join(when.split()))
-    if isinstance(when, solar):
-        return f"{_SOLAR}{when.event} {when.lat} {when.lon}"
     raise InvalidSchedule(when, _TAKES)
 
 
@@ -274,8 +252,6 @@ def _next(rule: str, recurrence: Recurrence, instant_ms: int) -> int:
     if rule.startswith(_EVERY):
         every, start = int(rule.removeprefix(_EVERY)), recurrence.start_ms
         return start + ((instant_ms - start) // every + 1) * every
-    if rule.startswith(_SOLAR):
-        return _sun(rule, instant_ms)
     cron, zone = copy(_cron(rule)), _zone(recurrence.zone)
     cron.dt = instant_of(instant_ms).replace(microsecond=0).astimezone(zone)
     if len(cron.hours) < 24:
@@ -286,34 +262,6 @@ def _next(rule: str, recurrence: Recurrence, instant_ms: int) -> int:
         cron.minutes = cron.minutes | {-1}
     # The clock may have shown a time before, and shows it again.
     return next(each for each in map(milliseconds_of, cron) if each > instant_ms)
-
-
-def _sun(rule: str, instant_ms: int) -> int:
-    """Return the first instant of a solar rule after another.
-
-    The result is in whole seconds. An event is always searched for from the same hour of its
-    longitude's mean time, because ephem finds another second from each start. The sun rises between
-    midnight and noon everywhere, so what is found within a day is all there is.
-
-    Raises:
-        ValueError: The rule is wrong, or not due within a year.
-        ImproperlyConfigured: The package ephem is not installed.
-    """
-    event, latitude, longitude = rule.removeprefix(_SOLAR).split()
-    made: Any = solar  # by its types, it has none of what follows
-    sun = made(event, float(latitude), float(longitude))
-    how = {"use_center": True} if sun.use_center else {}
-    first_ms = int((_BEGIN[sun.method] - float(longitude) / 15) * _HOUR_MS)
-    today = (instant_ms - first_ms) // _DAY_MS
-    for day in range(today, today + _YEAR):
-        begin_ms = first_ms + day * _DAY_MS
-        with suppress(sun.ephem.CircumpolarError):
-            start = sun.ephem.Date(instant_of(begin_ms))
-            found = getattr(sun.cal, sun.method)(sun.ephem.Sun(), start=start, **how).datetime()
-            found_ms = milliseconds_of(found.replace(tzinfo=UTC)) // 1000 * 1000
-            if instant_ms < found_ms < begin_ms + _DAY_MS:
-                return found_ms
-    raise ValueError(f"{rule!r} is never due within a year")
 
 
 #: The most characters of what an occurrence's header says.

@@ -188,9 +188,8 @@ class Schedules:
         Args:
             name: Its name, which is unique under the prefix of the registry.
             task: The task, or its name.
-            when: When it is due: a timedelta of at least a second; Celery's ``schedule``,
-                ``crontab`` or ``solar`` (all workers need the package ephem); a cron text of five
-                or six fields, or such as ``@daily``; or a list.
+            when: When it is due: a timedelta of at least a second; Celery's ``schedule`` or
+                ``crontab``; a cron text of five or six fields, or such as ``@daily``; or a list.
             args: The task's positional arguments, which its serializer can write.
             kwargs: Its keyword arguments, likewise.
             timezone: The time zone of cron texts: an IANA name, or an offset such as UTC+05:30; by

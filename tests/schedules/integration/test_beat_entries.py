@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 from celery import Celery
 from celery.beat import ScheduleEntry, Scheduler
-from celery.schedules import crontab, schedule, solar
+from celery.schedules import crontab, schedule
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.schedules.beat import BeatEntries
@@ -46,7 +46,6 @@ WHENS: dict[str, Any] = {
     "interval": timedelta(hours=1),
     "object": schedule(timedelta(days=1)),
     "crontab": crontab(minute="*/15", hour="3-5", day_of_week="mon"),
-    "solar": solar("sunset", 52.5, 13.4),
 }
 
 #: Options that a schedule leaves out, each with one warning.

@@ -5,14 +5,13 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
-from functools import partial
 from random import Random
 from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery
-from celery.schedules import crontab, schedule, solar
+from celery.schedules import crontab, schedule
 
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
@@ -26,7 +25,6 @@ BERLIN, LORD_HOWE = "Europe/Berlin", "Australia/Lord_Howe"
 #: How many times as many random rules as usual.
 MORE = 8 if "RABBITDELAY_WHOLE_YEAR" in os.environ else 1
 
-NEVER = solar("sunset", 90, 0)
 BEGIN = datetime(2025, 10, 1, tzinfo=UTC)
 
 
@@ -119,7 +117,6 @@ def test_what_celery_and_cron_write_is_a_rule(when: Any, rule: str) -> None:
         (["@daily"] * 21, "1 to 20"),
         (["@daily", "0 0 31 2,4,6 *"], "never due"),
         ("crontab 0 0 30 2 1", "never due"),
-        ([NEVER, solar("sunrise", -90, 0)], "sunset 90 0' is never due within a year"),
     ],
 )
 def test_what_is_wrong_or_never_due_is_said_early(when: Any, reason: str) -> None:
@@ -267,40 +264,6 @@ def test_days_are_excluded_in_the_time_zone(
 ) -> None:
     found = due(Recurrence.of(when, BERLIN, exclude=exclude), local(begin), local(end))
     assert ", ".join(f"{each.astimezone(ZoneInfo(BERLIN)):%d %H:%M}" for each in found) == wanted
-
-
-def test_the_sun_rises_when_celery_says_so() -> None:
-    """Celery asks ephem too, and has a table of horizons of its own."""
-    of_events: Any = ("sunrise", 52.52, 13.4), ("solar_noon", 0.0, 0.0), ("dusk_civil", 59.6, 18.9)
-    for event, latitude, longitude in of_events:
-        at = datetime(2026, 1, 1, tzinfo=UTC)
-        recurrence = Recurrence.of(solar(event, latitude, longitude), "UTC")
-        for _ in range(20):
-            now = partial(type(at).fromisoformat, f"{at}")
-            of_celery = solar(event, latitude, longitude, nowfun=now)
-            found = after(recurrence, at)
-            assert found is not None
-            # ephem finds another second from each start.
-            assert abs(at + of_celery.remaining_estimate(at) - found) < timedelta(seconds=3)
-            assert after(recurrence, found - timedelta(milliseconds=1)) == found
-            at = found + timedelta(days=18, hours=5)
-
-
-def test_a_sun_that_is_away_for_months_hides_no_other_rule() -> None:
-    polar = solar("sunset", 78.2, 15.6)
-    alone = Recurrence.of(polar, "UTC")
-    night = after(alone, BEGIN + 60 * DAY)
-    assert night is not None
-    assert night > BEGIN + 120 * DAY
-    for other in ("0 12 * * *", DAY, solar("sunset", 52.5, 13.4)):
-        for rules in ([polar, other], [other, polar]):
-            both = Recurrence.of(rules, "UTC")
-            assert Recurrence.read(list(both)) == both
-            for begin in (BEGIN + 60 * DAY, BEGIN + 200 * DAY):
-                assert after(both, begin) == after(Recurrence.of(other, "UTC"), begin)
-    # It ends with its schedule.
-    ended = alone._replace(end_ms=milliseconds_of(BEGIN + 100 * DAY))
-    assert after(ended, BEGIN + 60 * DAY) is None
 
 
 def test_an_interval_counts_from_its_start_and_stops_at_its_end() -> None:

@@ -127,7 +127,7 @@ WRITTEN: list[Any] = [
     *("a", NOW, [["every 60000", "0 9 * * *"], BERLIN, 0, None, ["2026-12-25"]], LAST, 0),
     *("allow", {"priority": 3}, 7, "0a", "0b", 1, True),
 ]
-rules = st.sampled_from(["every ", "crontab ", "solar sunset ", "@daily", "* * * *", "L", ""])
+rules = st.sampled_from(["every ", "crontab ", "@daily", "* * * *", "L", ""])
 recurrences = st.tuples(
     st.lists(
         st.builds("{}{}".format, rules, st.text("0123456789*/,-#L? ", max_size=9)), max_size=3
@@ -164,7 +164,7 @@ def ruled(*rules: str, zone: str = "UTC", end: Any = None, excluded: Any = ()) -
     [
         *[(0, each) for each in (7, "\ud800")],
         *[(1, each) for each in (1.5, -1, True)],
-        *[(2, ruled(each)) for each in ("every 1", "* * *", "crontab * * 30 2 1", "solar x 0 0")],
+        *[(2, ruled(each)) for each in ("every 1", "* * *", "crontab * * 30 2 1")],
         *[(2, ruled("@daily", zone=each)) for each in ("UTC+25:00", "../etc")],
         *[
             (2, each)
