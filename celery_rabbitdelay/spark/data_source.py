@@ -10,12 +10,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from datetime import UTC, datetime
 from itertools import pairwise
 from typing import ClassVar, Final, TypeAlias
 
 import pyarrow as pa
-from pyspark.sql import datasource
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
@@ -33,9 +31,6 @@ from celery_rabbitdelay.spark.write import Writer
 
 #: What readers yield.
 Rows: TypeAlias = "Iterator[tuple[object, ...] | pa.RecordBatch]"
-
-#: A filter of a query, which PySpark 4.0 lacks.
-Pushed: TypeAlias = "datasource.Filter"
 
 
 class RabbitDelayDataSource(DataSource):
@@ -58,9 +53,7 @@ class RabbitDelayDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return what reads."""
         options = ReadOptions.of(self.options)
-        return (
-            FilteringReader(options) if options.filter_pushdown else READERS[options.what](options)
-        )
+        return READERS[options.what](options)
 
     @briefly
     def writer(self, schema: StructType, overwrite: bool) -> Writer:
@@ -172,36 +165,6 @@ def _bounds(index: Index, wanted: Filter, parts: int) -> list[int]:
     shares = (total * part // parts for part in range(1, parts))
     found = {bisect_left(instants, share, key=due_before) for share in shares}
     return [instants[number] for number in sorted(found) if number < len(instants)]
-
-
-class FilteringReader(PendingReader):
-    """Reads the tracked tasks that a query's filters let through. PySpark 4.0 tells none."""
-
-    def pushFilters(self, filters: list[Pushed]) -> list[Pushed]:  # noqa: N802 - Spark's name
-        """Take the filters that the registry has an index for; return the others to Spark."""
-        return [each for each in filters if not self._takes(each)]
-
-    def _takes(self, given: Pushed) -> bool:
-        wanted = self._wanted
-        match given:
-            case datasource.EqualTo(("task" | "key" | "job" as name,), str() as value):
-                if getattr(wanted, name) is not None:
-                    return False
-                self._wanted = Filter(**{**wanted._asdict(), name: value})
-            case datasource.GreaterThanOrEqual(("due",), datetime() as instant):
-                after = max(_to_ms(instant), wanted.due_after_ms or 0)
-                self._wanted = wanted._replace(due_after_ms=after)
-            case datasource.LessThan(("due",), datetime() as instant):
-                before = min(_to_ms(instant), wanted.due_before_ms or _to_ms(instant))
-                self._wanted = wanted._replace(due_before_ms=before)
-            case _:
-                return False
-        return True
-
-
-def _to_ms(instant: datetime) -> int:
-    """Return the milliseconds since 1970-01-01 UTC of an instant; a naive one is UTC."""
-    return milliseconds_of(instant if instant.tzinfo is not None else instant.replace(tzinfo=UTC))
 
 
 class LevelsReader(_Reader):

@@ -234,8 +234,6 @@ class ReadOptions(NamedTuple):
         task: Only the tasks of this name.
         key: Only the tasks that were sent with this key.
         job: Only the tasks that were sent with this job.
-        filter_pushdown: Whether the query's filters are pushed down to the registry. Spark rejects
-            a source that takes filters unless ``spark.sql.python.filterPushdown.enabled`` is true.
         limit: The maximum number of undeliverable messages; None for the default.
     """
 
@@ -245,7 +243,6 @@ class ReadOptions(NamedTuple):
     task: Annotated[str | None, OF_PENDING] = None
     key: Annotated[str | None, OF_PENDING] = None
     job: Annotated[str | None, OF_PENDING] = None
-    filter_pushdown: Annotated[bool, FLAG._replace(only_with="pending")] = False
     limit: Annotated[int | None, _number(int, 2**31 - 1, "undeliverable")] = None
 
     @classmethod

@@ -7,12 +7,11 @@ import re
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from datetime import datetime
-from functools import partial
 from inspect import signature
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any, Final, TypeAlias
 from uuid import uuid4
 
@@ -52,9 +51,6 @@ FURTHER: Final = tuple(f"rabbitdelay_{each}" for each in ("error", "reason", "jo
 #: Where a file of Parquet says which types its columns have in Spark.
 SPARKS_SCHEMA: Final = "org.apache.spark.sql.parquet.row.metadata"
 
-#: Rows, or groups of them, whose ids are looked up in the registry in one round trip.
-LOOKED_UP: Final = 500
-
 #: The seconds for which a partition reserves its part of the rate that all share.
 RESERVED_FOR: Final = 0.25
 
@@ -72,10 +68,6 @@ class Counts:
     Attributes:
         rows: How many rows there were.
         confirmed: How many rows RabbitMQ has confirmed.
-        known: Of how many rows the registry knew the task's id before this write sent it: the task
-            has arrived or is cancelled, or it waits and is tracked or has a key. Others that wait
-            are not known, though only one message of each runs. Looked up with ``jobId`` or a
-            column ``task_id``; other ids are new.
         messages: In how many messages.
         envelopes: How many of these hold several rows.
         resent: How often a message was published again.
@@ -86,7 +78,6 @@ class Counts:
 
     rows: int = 0
     confirmed: int = 0
-    known: int = 0
     messages: int = 0
     envelopes: int = 0
     resent: int = 0
@@ -222,9 +213,6 @@ class PartitionSender:
         if self.app.main == MADE:  # it does not know how the queue was declared
             queue = options.get("queue") or self.app.conf.task_default_queue
             self.app.amqp.queues.add(Queue(queue, no_declare=True))
-        # Random ids are known to nobody.
-        if self.sent.job and (self.options.job_id is not None or "task_id" in self.columns.types):
-            rows = self._looked_up(rows)
         if self.options.max_rate is not None:
             rows = self._paced(rows, self.options.max_rate)
         options |= {"tolerance": shared.tolerance, "envelopes": self.options.envelopes}
@@ -236,16 +224,6 @@ class PartitionSender:
             raise
         finally:
             self.sent.add(report)
-
-    def _looked_up(self, rows: Iterable[Given]) -> Iterator[Given]:
-        """Yield rows, and count those whose tasks the registry knows before they are sent."""
-        index, source = self.app.rabbitdelay.registry.index, iter(rows)
-        while batch := list(islice(source, LOOKED_UP)):
-            keys = [index.names.of("task", each) for row in batch for each in _ids(row)]
-            found = iter(index.store.commands(partial(_look_up, keys)))
-            for row in batch:
-                self.sent.known += sum(islice(found, _count(row)))
-                yield row
 
     def _paced(self, rows: Iterable[Given], rate: float) -> Iterator[Given]:
         """Yield rows when their time has come, by the rate that all partitions share."""
@@ -302,17 +280,6 @@ def folder_of(path: str) -> tuple[fs.FileSystem, str]:
         takes = f"takes the URI of a folder, or an absolute path, that can be written: {failed}"
         raise InvalidOption("errorsPath", path, takes) from None
     return filesystem, folder
-
-
-def _look_up(keys: Iterable[str], pipeline: Any) -> None:
-    for key in keys:
-        pipeline.exists(key)
-
-
-def _ids(row: Given) -> Sequence[str]:
-    """Return the ids of the tasks of rows."""
-    rows = [row] if isinstance(row, Row) else [each for each, _ in row.read()]
-    return [str(each.task_id) for each in rows]
 
 
 def _count(row: Given) -> int:

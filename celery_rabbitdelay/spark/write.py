@@ -45,7 +45,7 @@ class Dispatched(Counts):
     job: str | None
 
     def __str__(self) -> str:
-        names = ("rows", "confirmed", "messages", "envelopes", "resent", "known", "dropped")
+        names = ("rows", "confirmed", "messages", "envelopes", "resent", "dropped")
         lines = ["".join(f"{title:>12}" for title in ("partition", *names))]
         for label, report in [*((each.partition, each) for each in self.partitions), ("all", self)]:
             counts = "".join(f"{getattr(report, name):12,}" for name in names)
