@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -53,6 +53,10 @@ class Names(NamedTuple):
     def jobs(self) -> Iterator[str]:
         """Yield the keys of all shards' lists of jobs; ``job.lua`` writes the same names."""
         return (f"{self.prefix}:{{{shard}}}:jobs" for shard in range(SHARDS))
+
+    def open_jobs(self) -> Iterator[str]:
+        """Yield the keys of all shards' lists of open jobs; ``job.lua`` writes the same names."""
+        return (f"{self.prefix}:{{{shard}}}:open" for shard in range(SHARDS))
 
     def due(self, shard: int, kind: Kind | None = None, job: str | None = None) -> str:
         """Return the key of one shard's index by due time: of all tasks, of a kind, of a job.
@@ -232,17 +236,19 @@ class KindCounts(NamedTuple):
     Attributes:
         kind: The kind.
         total: How many wait, overdue tasks included.
+        first_due_ms: The due time of the first task, which may be long ago; None if none waits.
         next_due_ms: The due time of the next task, counted from the first instant of the call;
             None if no such task waits.
         cancelled: How many are cancelled, and their messages are not due at that instant.
-        before: How many are due before each of those instants.
+        before: How many are due before each of those instants, by the instant.
     """
 
     kind: Kind
     total: int
+    first_due_ms: int | None
     next_due_ms: int | None
     cancelled: int
-    before: list[int]
+    before: Mapping[int, int]
 
 
 class Summary(NamedTuple):
@@ -287,8 +293,8 @@ class Index:
         """Count the tasks that wait, by their kinds, in one round trip.
 
         Args:
-            instants_ms: Instants in their order, in milliseconds since 1970-01-01 UTC; at least
-                one. See :class:`KindCounts`.
+            instants_ms: Instants in milliseconds since 1970-01-01 UTC, at least one; of the first
+                one, more is told. See :class:`KindCounts`.
             most: How many kinds are counted one by one at most.
         """
         arguments = [(self.least_ms(), most, *instants_ms)]
@@ -299,9 +305,10 @@ class Index:
         for (answer,) in self.store.of_each(*calls):
             others, kinds = readable("the index", answer)
             left_out += others
-            for text, total, next_due, cancelled, *before in kinds:
-                next_ms = int(next_due) if next_due else None
-                counts = KindCounts(Kind.of(text), total, next_ms, cancelled, before)
+            for text, total, first, following, cancelled, *before in kinds:
+                first_ms, next_ms = (int(each) if each else None for each in (first, following))
+                of_instants = dict(zip(instants_ms, before, strict=True))
+                counts = KindCounts(Kind.of(text), total, first_ms, next_ms, cancelled, of_instants)
                 found.setdefault(text, []).append(counts)
         kinds = sorted(map(_sum, found.values()), key=lambda each: -each.total)
         left_out += sum(each.total for each in kinds[most:])
@@ -369,6 +376,33 @@ class Index:
         )
         found = iter(counts)
         return [sum(islice(found, len(of_one))) for of_one in ranges]
+
+    def due_of_jobs(
+        self, jobs: Sequence[str], before_ms: int, most: int
+    ) -> list[tuple[Pending, float]]:
+        """Return the tasks of some jobs that are due before an instant, each with 1.
+
+        If there are more than ``most``, return about so many of them, of each job and shard the
+        first ones, each with how many it stands for.
+        """
+        of_jobs = [
+            (name, self.least_ms(), f"({before_ms}")
+            for job in jobs
+            for name in self.names.all_due(None, job)
+        ]
+        counts = self.store.commands(lambda pipe: [pipe.zcount(*each) for each in of_jobs])
+        found = [(each, count) for each, count in zip(of_jobs, counts, strict=True) if count]
+        size = max(most // max(len(found), 1), 1)
+        pages = self.store.commands(
+            lambda pipe: [pipe.zrangebyscore(*each, 0, size, withscores=True) for each, _ in found]
+        )
+        stands_for = {
+            task_id: (int(due_ms), count / len(page))
+            for (_, count), page in zip(found, pages, strict=True)
+            for task_id, due_ms in page
+        }
+        due = [(due_ms, task_id) for task_id, (due_ms, _) in stands_for.items()]
+        return [(each, stands_for[each.task_id][1]) for each in self._records(due, Filter())]
 
     def least_ms(self) -> int:
         """Return when a task that still waits was due at the earliest, as far as tasks come."""
@@ -473,10 +507,13 @@ def _pending(
 
 def _sum(counts: Sequence[KindCounts]) -> KindCounts:
     """Return the sum of the counts of one kind."""
-    nexts = [each.next_due_ms for each in counts if each.next_due_ms is not None]
-    before = [sum(each) for each in zip(*(each.before for each in counts), strict=True)]
+    first_ms, next_ms = (
+        min((each for each in dues if each is not None), default=None)
+        for dues in zip(*((each.first_due_ms, each.next_due_ms) for each in counts), strict=True)
+    )
+    before = {instant: sum(each.before[instant] for each in counts) for instant in counts[0].before}
     total, cancelled = sum(each.total for each in counts), sum(each.cancelled for each in counts)
-    return KindCounts(counts[0].kind, total, min(nexts, default=None), cancelled, before)
+    return KindCounts(counts[0].kind, total, first_ms, next_ms, cancelled, before)
 
 
 def _is_before(instant: datetime | None, end_ms: int | None) -> bool:

@@ -160,6 +160,14 @@ class Jobs:
                 jobs.append(Job(name, told, instant_of(-opened_ms), instant_of(int(expires))))
         return jobs
 
+    def open_ones(self, now_ms: int) -> list[str]:
+        """Return the names of all jobs that are open at an instant by the clock of Redis."""
+        lists = [*self._names.open_jobs()]
+        found: list[list[str]] = self._store.commands(
+            lambda pipe: [pipe.zrangebyscore(each, f"({now_ms}", "+inf") for each in lists]
+        )
+        return [name for names in found for name in names]
+
     def states(self, jobs: Collection[tuple[str, str]]) -> dict[tuple[str, str], JobState | str]:
         """Return the states of jobs, without those that do not exist.
 

@@ -11,12 +11,12 @@ from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import log_action
+from celery_rabbitdelay.web.states import counted
 
 #: The page reads at most so many of the newest jobs, and lists so many of the jobs that match.
 MOST_READ, LISTED = 10_000, 200
@@ -95,13 +95,13 @@ def change_job(method: str, what: str, asked: Asked, **options: object) -> dict[
 
 def pauses(asked: Asked) -> dict[str, object]:
     """Return what is paused, and how many tracked tasks of each are held."""
-    delays, now_ms = asked.with_registry, milliseconds_of(wall_clock.now())
-    kinds = delays.registry.index.summary([now_ms]).kinds
+    asked.with_registry  # noqa: B018 - raises if there is none
+    holds, kinds = counted(asked.site)
     paused = []
-    for each in delays.paused():
+    for each in holds.paused:
         what, name = ("queue", each.queue) if each.task is None else ("task", each.task)
         of_it = [kind for kind in kinds if getattr(kind.kind, what) == name]
-        held = sum(kind.before[0] for kind in of_it)
+        held = sum(kind.before[holds.late_ms] for kind in of_it)
         told = {"what": what, "name": name, "held": held, "q": str(Term.of(what, str(name)))}
         paused.append({**each._asdict(), **told, "ahead": sum(k.total for k in of_it) - held})
     tasks = {*asked.site.app.tasks, *(each.kind.task for each in kinds)}
@@ -117,6 +117,7 @@ def pause(asked: Asked) -> dict[str, object]:
         raise Wrong("until", "takes an instant that is still to come")
     since = asked.with_registry.pause(**{what: name}, until=until)
     log_action(asked.user, f"paused the {what}", 1, name)
+    asked.site.outdate("kinds")
     return {"since": since, "until": until, "see": "pauses"}
 
 
@@ -125,6 +126,7 @@ def resume(asked: Asked) -> dict[str, object]:
     what, name = _meant(asked)
     was_paused = asked.with_registry.resume(**{what: name})
     log_action(asked.user, f"resumed the {what}", int(was_paused), name)
+    asked.site.outdate("kinds")
     return {"was_paused": was_paused, "see": "pauses"}
 
 

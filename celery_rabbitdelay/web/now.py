@@ -16,13 +16,13 @@ from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations.management import management_api
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked, verify_application
-from celery_rabbitdelay.registry.index import Filter, Kind, KindCounts, Pending
-from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.index import Kind, KindCounts
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.charts import DAY, HOUR, MINUTE, aligned
-from celery_rabbitdelay.web.problems import Due, problems
+from celery_rabbitdelay.web.problems import problems
 from celery_rabbitdelay.web.site import Glance, Site
+from celery_rabbitdelay.web.states import Due, Holds
 from celery_rabbitdelay.web.workers import Answer, unserved
 
 #: Seconds from one reading to the next: of the tracked tasks, of what the management API has
@@ -44,12 +44,6 @@ HORIZONS: Final = {
 #: How many series the histogram has beside that of all others.
 SERIES: Final = 5
 
-#: How many tasks that are due are looked into: whether the job of one is open.
-MOST_DUE: Final = 1_000
-
-#: Seconds for which a task that is due is on its way: that is not called wrong.
-ON_ITS_WAY: Final = 5.0
-
 #: For how many minutes it is shown what was sent and received, and how late.
 MINUTES: Final = 60
 
@@ -70,8 +64,7 @@ class Waits(NamedTuple):
     Attributes:
         edges: When the steps of the histogram begin, the first one now, and the end of the last
             one.
-        kinds: How many of each kind wait, and are due before now, before an hour is over, and
-            before each edge but the first one.
+        kinds: How many of each kind wait, and are due before each edge and before an hour is over.
         left_out: How many tasks are of further kinds, which are not counted one by one.
         due: The counts of the tasks that are due and have not arrived.
     """
@@ -80,6 +73,11 @@ class Waits(NamedTuple):
     kinds: list[KindCounts]
     left_out: int
     due: Due
+
+    def in_an_hour(self, kind: KindCounts) -> int:
+        """Return how many tasks of a kind are due within an hour, without those that were due."""
+        start_ms, end_ms = (milliseconds_of(self.edges[0] + each) for each in (0 * HOUR, HOUR))
+        return kind.before[end_ms] - kind.before[start_ms]
 
 
 #: What is known without a registry, or before Redis has answered.
@@ -137,36 +135,10 @@ def _look(site: Site, horizon: str) -> Waits:
     start, (length, step) = wall_clock.now(), HORIZONS[horizon]
     steps = aligned(start, start + length, step, site.app.timezone)
     edges = [start, *(each for each in steps if start < each < start + length), start + length]
-    asked = [milliseconds_of(each) for each in (start, start + HOUR, *edges[1:])]
-    instants = sorted({*asked})
-    found = site.delays.registry.index.summary(instants)
-    places = [instants.index(each) for each in asked]
-    kinds = [each._replace(before=[each.before[at] for at in places]) for each in found.kinds]
-    return Waits(edges, kinds, found.left_out, _is_due(site, kinds, start))
-
-
-def _is_due(site: Site, kinds: Sequence[KindCounts], start: datetime) -> Due:
-    """Return what is due, and is overdue or held."""
-    registry, running = site.delays.registry, Counter[Kind]()
-    paused = {each: Counter[Kind]() for each in site.delays.paused()}
-    for kind, number in ((each.kind, each.before[0]) for each in kinds if each.before[0]):
-        is_held = (each for each in paused if each.task == kind.task or each.queue == kind.queue)
-        pause = next(is_held, None)
-        (running if pause is None else paused[pause])[kind] = number
-    wanted = Filter(kinds=frozenset(running), due_before_ms=milliseconds_of(start))
-    parts = registry.index.parts(wanted, most=MOST_DUE) if running else ()
-    due = [task for part in parts for task in part.tasks]
-    states = registry.jobs.states({(each.job, "") for each in due if each.job is not None})
-    late, jobs = list[Pending](), defaultdict[str, Counter[Kind]](Counter)
-    for task in due:
-        if task.job is not None and states.get((task.job, "")) is JobState.OPEN:
-            jobs[task.job][Kind(task.task, task.queue)] += 1
-        elif (start - task.due).total_seconds() > ON_ITS_WAY:
-            late.append(task)
-    overdue = Counter(Kind(each.task, each.queue) for each in late)
-    if len(due) == MOST_DUE:
-        overdue = running - sum(jobs.values(), Counter())
-    return Due(overdue, min((each.due for each in late), default=None), paused, jobs)
+    holds, instants = Holds.at(site.delays, start), [*edges, start + HOUR]
+    at_ms = [*map(milliseconds_of, instants), holds.late_ms]
+    kinds, left_out = site.delays.registry.index.summary(at_ms)
+    return Waits(edges, kinds, left_out, holds.due(kinds))
 
 
 class Row(NamedTuple):
@@ -197,9 +169,7 @@ class Row(NamedTuple):
 
 def _rows(waits: Waits, by: str, late: Mapping[str, str]) -> list[Row]:
     """Return a row for each name of tasks or queue: first if tasks are overdue or held."""
-    rows, due = list[Row](), waits.due
-    job_open = sum(due.jobs.values(), Counter[Kind]())
-    held = sum(due.paused.values(), job_open)
+    rows, due, job_open, held = list[Row](), waits.due, waits.due.job_open, waits.due.held
     for name, kinds in _groups(waits, by).items():
         nexts = [each.next_due_ms for each in kinds if each.next_due_ms is not None]
         rows.append(
@@ -207,7 +177,7 @@ def _rows(waits: Waits, by: str, late: Mapping[str, str]) -> list[Row]:
                 name,
                 sum(each.total for each in kinds),
                 instant_of(min(nexts)) if nexts else None,
-                sum(each.before[1] - each.before[0] for each in kinds),
+                sum(map(waits.in_an_hour, kinds)),
                 sum(due.overdue[each.kind] for each in kinds),
                 sum(held[each.kind] for each in kinds),
                 sum(job_open[each.kind] for each in kinds),
@@ -232,8 +202,8 @@ def _due(waits: Waits, by: str) -> dict[str, object]:
     """Return how many tasks are due in each step of the histogram, those of most first."""
     found = list[tuple[str | None, list[int]]]()
     for name, kinds in _groups(waits, by).items():
-        before = [(each.before[0], *each.before[2:]) for each in kinds]
-        sums = [sum(each) for each in zip(*before, strict=True)]
+        edges = map(milliseconds_of, waits.edges)
+        sums = [sum(each.before[at_ms] for each in kinds) for at_ms in edges]
         found.append((name, [later - sooner for sooner, later in pairwise(sums)]))
     found.sort(key=lambda each: -sum(each[1]))
     if len(found) > SERIES + 1:

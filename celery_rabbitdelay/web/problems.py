@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import Any, Final, NamedTuple, get_args
 from urllib.parse import urlencode
 
 from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked
-from celery_rabbitdelay.registry.index import Kind
-from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.site import Glance
+from celery_rabbitdelay.web.states import Due
 
 #: Seconds after its time until it is said that a probe is late.
 LATE: Final = 10.0
@@ -43,22 +41,6 @@ class Problem(NamedTuple):
     page: str = "health"
     fields: str = ""
     shape: str = "overdue"
-
-
-class Due(NamedTuple):
-    """What of the tracked tasks is due and has not arrived.
-
-    Attributes:
-        overdue: How many tasks of each kind should have arrived, and nothing holds them.
-        first: When the first of these was due; None if there is none.
-        paused: How many tasks of each kind each pause holds.
-        jobs: How many of each kind wait for the commit of each job, by its name.
-    """
-
-    overdue: Counter[Kind]
-    first: datetime | None
-    paused: Mapping[Paused, Counter[Kind]]
-    jobs: Mapping[str, Counter[Kind]]
 
 
 def things(count: int, one: str, many: str = "") -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta, tzinfo
 from functools import partial
@@ -14,9 +14,7 @@ from celery_rabbitdelay.exceptions import InvalidDelay
 from celery_rabbitdelay.levels.delay import milliseconds_of, parse_delay
 from celery_rabbitdelay.registry.index import Filter, Kind, Pending
 from celery_rabbitdelay.web.asked import Wrong
-
-#: The states of a task that waits.
-STATES: Final = ("waiting", "held", "overdue", "job-open")
+from celery_rabbitdelay.web.states import STATES, Holds
 
 _INSTANTS: Final = "<2h, >1d, today, 2030-01-31, 2030-01-31T09:00, or 2030-01-31..2030-02-02"
 
@@ -27,7 +25,7 @@ NAMES: Final = {
     "key": "takes a key; * stands for any text: key:order:4711*",
     "job": "takes the name of a job; * stands for any text: job:import-*",
     "id": "takes the id of a task",
-    "state": f"takes one of {', '.join(STATES)}; waiting means not yet due",
+    "state": f"takes one of {', '.join(STATES)}; waiting means on time",
     "due": f"takes {_INSTANTS}",
     "sent": f"takes {_INSTANTS}; <2h is less than two hours ago",
 }
@@ -191,39 +189,17 @@ class Known(NamedTuple):
     """What a search is compared with, beside the tasks.
 
     Attributes:
-        now: When.
+        holds: What holds due tasks back, and when.
         zone: The time zone of dates in the search.
         kinds: The kinds of which tasks wait.
-        paused: The names of paused tasks, and of paused queues.
-        open_jobs: The jobs that are open.
         arguments: Returns the arguments of a task as far as they may be shown, by its name and its
             stored message; None if none are.
     """
 
-    now: datetime
+    holds: Holds
     zone: tzinfo
     kinds: Sequence[Kind] = ()
-    paused: tuple[Collection[str | None], Collection[str | None]] = ((), ())
-    open_jobs: Collection[str] = ()
     arguments: Callable[[str, str], str | None] | None = None
-
-    def is_paused(self, kind: Kind) -> bool:
-        """Return whether the tasks of a kind are paused."""
-        return kind.task in self.paused[0] or kind.queue in self.paused[1]
-
-    def state(self, task: Pending) -> str:
-        """Return the state of a task that waits: one of :data:`STATES`."""
-        is_paused = self.is_paused(Kind(task.task, task.queue))
-        return state_of(task.due, self.now, task.job in self.open_jobs, is_paused)
-
-
-def state_of(due: datetime, now: datetime, is_job_open: bool, is_paused: bool) -> str:
-    """Return the state of a task that waits: one of :data:`STATES`."""
-    if due >= now:
-        return "waiting"
-    if is_job_open:
-        return "job-open"
-    return "held" if is_paused else "overdue"
 
 
 def filter_of(query: Query, known: Known) -> Filter:
@@ -232,19 +208,19 @@ def filter_of(query: Query, known: Known) -> Filter:
     Raises:
         Wrong: A term takes something else.
     """
-    states, now_ms = query.states(), milliseconds_of(known.now)
-    due = query.span("due", known.now, known.zone)
+    states, holds = query.states(), known.holds
+    due = query.span("due", holds.now, known.zone)
     is_due = bool(states) and "waiting" not in states
     if is_due:
-        due = due.cut(None, now_ms)
+        due = due.cut(None, holds.late_ms)
     elif states == {"waiting"}:
-        due = due.cut(now_ms, None)
+        due = due.cut(holds.late_ms, None)
     kinds = kinds_of(query, known)
     # Without open jobs, their kinds say which tasks are held.
-    by_kind = is_due and not known.open_jobs
+    by_kind = is_due and not holds.of_jobs
     if by_kind:
         kinds = [
-            each for each in kinds if ("held" if known.is_paused(each) else "overdue") in states
+            each for each in kinds if ("held" if holds.pause_of(each) else "overdue") in states
         ]
     is_of_kinds = by_kind or query.named("task") or query.named("queue")
     texts = {name: query.texts(name) for name in ("job", "key")}
@@ -252,10 +228,10 @@ def filter_of(query: Query, known: Known) -> Filter:
     names = {*_OF_TEXT} - {"task", "queue", *only}
     conditions: list[Callable[[Pending], bool]]
     conditions = [_matcher(query, each) for each in names if query.named(each)]
-    if (sent := query.span("sent", known.now, known.zone)) != (None, None):
+    if (sent := query.span("sent", holds.now, known.zone)) != (None, None):
         conditions.append(lambda task: sent.has(task.sent))
     if states and states != {"waiting"} and not by_kind:
-        conditions.append(lambda task: known.state(task) in states)
+        conditions.append(lambda task: holds.state(task) in states)
     words = [("", *(part.lower() for part in each.parts), "") for each in query.named("")]
 
     def says(task: Pending, message: str) -> bool:

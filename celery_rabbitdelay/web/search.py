@@ -7,26 +7,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from itertools import islice
 from typing import Final, NamedTuple, Self, TypeAlias
 
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.registry.decision import Outcome
-from celery_rabbitdelay.registry.index import ALL_KINDS, Filter, Kind, KindCounts, Pending, Summary
-from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.index import ALL_KINDS, Filter, KindCounts, Pending, Summary
 from celery_rabbitdelay.registry.record import Said, record_of
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.query import Known, Query, Span, filter_of, kinds_of
+from celery_rabbitdelay.web.states import Holds
 
 #: How many records one page of a search reads at most, where no index holds just the tasks that
 #: match; and how many together with the arguments.
 MOST_READ, MOST_READ_WHOLE = 1_000, 500
 
-#: How many jobs, the newest ones, are looked at; and how many are counted beside a search.
-MOST_JOBS, COUNTED_JOBS = 1_000, 8
+#: How many jobs, the newest ones, are counted beside a search.
+COUNTED_JOBS: Final = 8
 
 #: Until when due tasks are counted beside a search: the value of the term, in milliseconds.
 SOON: Final = {"<1h": 3_600_000, "<1d": 86_400_000, "<7d": 604_800_000}
@@ -70,7 +69,6 @@ class Search:
         filter: Which tasks match.
         ids: The ids of the only tasks that may match; None if there may be others.
         summary: How many tasks wait, by their kinds.
-        instants: Before which instants the summary counts tasks that are due.
     """
 
     delays: RabbitDelay
@@ -79,7 +77,6 @@ class Search:
     filter: Filter
     ids: Sequence[str] | None
     summary: Summary
-    instants: Sequence[int]
 
     @classmethod
     def of(cls, asked: Asked, now: datetime | None = None) -> Self:
@@ -94,19 +91,20 @@ class Search:
         """
         delays, query = asked.with_registry, Query.of(asked.fields.get("q", ""))
         registry = delays.registry
-        now = now or wall_clock.now()
-        now_ms = milliseconds_of(now)
-        due = [each for each in query.span("due", now, asked.site.app.timezone) if each is not None]
-        instants = [now_ms, *(now_ms + each for each in SOON.values()), *due]
+        now, zone, options = now or wall_clock.now(), asked.site.app.timezone, asked.site.options
+        holds, now_ms = Holds.at(delays, now), milliseconds_of(now)
+        due = [each for each in query.span("due", now, zone) if each is not None]
+        instants = [holds.late_ms, *(now_ms + each for each in SOON.values()), *due]
         summary = registry.index.summary(instants, ALL_KINDS)
-        known = _known(asked, now, summary)
+        shown = partial(arguments, options) if options.shows_arguments else None
+        known = Known(holds, zone, [each.kind for each in summary.kinds], shown)
         wanted = filter_of(query, known)
         ids = query.texts("id") or None
         if len(query.terms) == 1 and (words := query.texts("")) and record_of(registry, words[0]):
             ids = words  # somebody has pasted it
         if ids is None and wanted.key is not None:
             ids = registry.waiting_under(wanted.key)
-        return cls(delays, query, known, wanted, ids, summary, instants)
+        return cls(delays, query, known, wanted, ids, summary)
 
     @property
     def needs_records(self) -> bool:
@@ -155,9 +153,9 @@ class Search:
     def counts(self, found: Found | None) -> Counts:
         """Return how many tasks match and have a value: of those that were read, or of all."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)
-        known, now_ms = self.known, milliseconds_of(self.known.now)
+        holds, now_ms = self.known.holds, milliseconds_of(self.known.holds.now)
         for task in () if found is None else found.tasks:
-            counts["state"][known.state(task)] += 1
+            counts["state"][holds.state(task)] += 1
             for name, value in (("task", task.task), ("queue", task.queue), ("job", task.job)):
                 if value:
                     counts[name][value] += 1
@@ -172,12 +170,19 @@ class Search:
             number = partial(self._number, each, whole)
             counts["task"][each.kind.task] += number()
             counts["queue"][each.kind.queue] += number()
-            counts["state"]["waiting"] += number(start=now_ms)
-            late = "held" if known.is_paused(each.kind) else "overdue"
-            counts["state"][late] += number(end=now_ms)
+            counts["state"]["waiting"] += number(start=holds.late_ms)
+            late = "held" if holds.pause_of(each.kind) else "overdue"
+            counts["state"][late] += number(end=holds.late_ms)
             for value, length in SOON.items():
                 counts["due"][value] += number(end=now_ms + length)
-        self._count_by_job(counts)
+        for task, stands_for in holds.of_jobs:
+            if (state := holds.state(task)) == "job-open" and self.filter.matches(task):
+                counts["state"].update({state: stands_for, "overdue": -stands_for})
+        if self.filter.kinds is None:
+            registry = self.delays.registry
+            names = [each.name for each in registry.jobs.all(registry.now_ms(), COUNTED_JOBS)]
+            numbers = registry.index.counts([self.filter._replace(job=each) for each in names])
+            counts["job"].update(dict(zip(names, numbers, strict=True)))
         return counts
 
     def _number(
@@ -185,41 +190,8 @@ class Search:
     ) -> int:
         """Return how many tasks of a kind are due in a part of a span."""
         start, end = whole.cut(start, end)
-        before = dict(zip(self.instants, kind.before, strict=True))
-        last = kind.total if end is None else before[end]
-        return max(last - (0 if start is None else before[start]), 0)
-
-    def _count_by_job(self, counts: Counts) -> None:
-        """Count by the newest jobs, and the tasks of open jobs that are due: kinds say neither."""
-        registry, wanted = self.delays.registry, self.filter
-        now_ms = milliseconds_of(self.known.now)
-        if wanted.kinds is None:
-            names = [each.name for each in registry.jobs.all(now_ms, COUNTED_JOBS)]
-            numbers = registry.index.counts([wanted._replace(job=each) for each in names])
-            counts["job"].update(dict(zip(names, numbers, strict=True)))
-        due = Span(wanted.due_after_ms, wanted.due_before_ms).cut(None, now_ms)
-        of_due = registry.index.pending(wanted._replace(due_before_ms=due.end))
-        for task in islice(of_due, MOST_READ_WHOLE) if self.known.open_jobs else ():
-            if (state := self.known.state(task)) == "job-open":
-                kind = Kind(task.task, task.queue)
-                counts["state"][state] += 1
-                counts["state"]["held" if self.known.is_paused(kind) else "overdue"] -= 1
-
-
-def _known(asked: Asked, now: datetime, summary: Summary) -> Known:
-    """Return what the search of a request is compared with."""
-    delays, options = asked.with_registry, asked.site.options
-    registry, paused = delays.registry, delays.paused()
-    is_due = any(each.before[0] for each in summary.kinds)
-    jobs = registry.jobs.all(registry.now_ms(), MOST_JOBS) if is_due else []
-    return Known(
-        now,
-        asked.site.app.timezone,
-        [each.kind for each in summary.kinds],
-        ({each.task for each in paused}, {each.queue for each in paused}),
-        {each.name for each in jobs if each.state is JobState.OPEN},
-        partial(arguments, options) if options.shows_arguments else None,
-    )
+        last = kind.total if end is None else kind.before[end]
+        return max(last - (0 if start is None else kind.before[start]), 0)
 
 
 def arguments(options: Options, task: str, message: str) -> str | None:

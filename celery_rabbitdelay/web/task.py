@@ -18,8 +18,9 @@ from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task, record_of
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked
-from celery_rabbitdelay.web.query import Term, state_of
+from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import STATUS_PERIOD
+from celery_rabbitdelay.web.states import state_of
 
 #: What is said of a task that does not wait.
 ENDED: Final = {
@@ -54,8 +55,8 @@ def story(asked: Asked) -> dict[str, object]:
     ]
     state = found.state
     if found.due is not None:
-        is_job_open = found.job_state == "open"
-        state = state_of(found.due, wall_clock.now(), is_job_open, bool(pauses))
+        holds = {"is_paused": bool(pauses), "is_job_open": found.job_state == "open"}
+        state = state_of(found.due, wall_clock.now(), **holds)
     args, kwargs = (
         site.options.shown(found.task or "", text) for text in (found.args, found.kwargs)
     )

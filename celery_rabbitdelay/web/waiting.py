@@ -11,10 +11,11 @@ from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.pauses import LATEST_MS
 from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.web.asked import Asked, Wrong
-from celery_rabbitdelay.web.query import NAMES, STATES, Term, completions
+from celery_rabbitdelay.web.query import NAMES, Term, completions
 from celery_rabbitdelay.web.search import SOON, Counts, Search
 from celery_rabbitdelay.web.shown import MOST_IN_ADDRESS
 from celery_rabbitdelay.web.site import STATUS_PERIOD
+from celery_rabbitdelay.web.states import STATES, counted
 from celery_rabbitdelay.web.task import ENDED
 
 #: How many tasks a page has unless it says so, and at most.
@@ -31,7 +32,7 @@ FACETS: Final = ("state", "task", "queue", "due", "job")
 ORDERS: Final = {"state": ("overdue", "held", "job-open", "waiting"), "due": tuple(SOON)}
 LABELS: Final = {
     "": "routed by an exchange",
-    "waiting": "not yet due",
+    "waiting": "on time",
     "job-open": "job open",
     "<1h": "now or within an hour",
     "<1d": "now or within a day",
@@ -85,7 +86,7 @@ def rows(search: Search, tasks: Sequence[Pending]) -> list[dict[str, object]]:
     messages = search.delays.registry.index.short_messages(ids) if arguments else [""] * len(ids)
     for task, message in zip(tasks, messages, strict=True):
         text = arguments and arguments(task.task, message)
-        shown.append({**task._asdict(), "state": search.known.state(task), "arguments": text})
+        shown.append({**task._asdict(), "state": search.known.holds.state(task), "arguments": text})
     return shown
 
 
@@ -127,7 +128,7 @@ def complete(asked: Asked) -> dict[str, object]:
     registry = asked.with_registry.registry
 
     def look() -> dict[str, list[str]]:
-        kinds = [each.kind for each in registry.index.summary([0]).kinds]
+        kinds = [each.kind for each in counted(asked.site).kinds]
         jobs = registry.jobs.all(registry.now_ms(), COMPLETED)
         return {
             "task": sorted({each.task for each in kinds}),

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias, TypeVar
 from kombu import Queue
 
 from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.site import Site
+from celery_rabbitdelay.web.states import counted
 
 #: Seconds from one look at the queues that tasks wait for to the next, and how many are looked at.
 UNSERVED_PERIOD, MOST_QUEUES = 10.0, 100
@@ -76,7 +76,7 @@ def unserved(site: Site) -> list[str]:
 
 
 def _unserved(site: Site) -> list[str]:
-    kinds = site.delays.registry.index.summary([wall_clock.ms()]).kinds
+    kinds = counted(site).kinds
     names = sorted({each.kind.queue for each in kinds if each.total and each.kind.queue})
     queues = [Queue(name) for name in names[:MOST_QUEUES]]
     counts = site.ask(partial(queue_counts, queues=queues))

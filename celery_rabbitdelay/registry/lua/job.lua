@@ -7,7 +7,8 @@
 --   free           until when no other job can have its name
 --   was:ID         the state of a former job of that name
 --
--- The names of the jobs of each hash tag are listed by when they were opened.
+-- The names of the jobs of each hash tag are listed by when they were opened; those that are open also by
+-- when they expire.
 --
 -- KEYS  the job
 -- ARGV  what to do: "open", "join", "commit", "abort", "look", or "confirm" that it was committed, which
@@ -24,21 +25,34 @@ local function number(value)
   return string.format('%.0f', value)
 end
 
--- Let a job live until then at least, and with it the list of jobs.
+-- Let a job live until then at least, and with it the lists of jobs.
 local function keep_job(job, until_ms)
   keep(job, until_ms, now_ms)
   keep(tag_of(job) .. 'jobs', until_ms, now_ms)
+  keep(tag_of(job) .. 'open', until_ms, now_ms)
+end
+
+local function name_of(job)
+  return string.sub(job, string.len(tag_of(job) .. 'job:') + 1)
+end
+
+-- Note what has become of a job that was open, or seemed to have expired.
+local function close(job, state)
+  redis.call('HSET', job, 'state', state)
+  redis.call('ZREM', tag_of(job) .. 'open', name_of(job))
 end
 
 -- For each job that is listed, the two oldest ones leave the list if they are gone.
-local function list(job)
+local function list(job, expires)
   local jobs, before = tag_of(job) .. 'jobs', tag_of(job) .. 'job:'
   for _, name in ipairs(redis.call('ZRANGE', jobs, 0, 1)) do
     if redis.call('EXISTS', before .. name) == 0 then
       redis.call('ZREM', jobs, name)
     end
   end
-  redis.call('ZADD', jobs, number(now_ms), string.sub(job, string.len(before) + 1))
+  redis.call('ZADD', jobs, number(now_ms), name_of(job))
+  redis.call('ZREMRANGEBYSCORE', tag_of(job) .. 'open', '-inf', number(now_ms))
+  redis.call('ZADD', tag_of(job) .. 'open', expires, name_of(job))
 end
 
 local function call(job, verb, own, instant, margin_ms)
@@ -61,9 +75,10 @@ local function call(job, verb, own, instant, margin_ms)
       redis.call('HDEL', job, 'expired')
     end
     if id ~= own or state ~= 'open' then
-      redis.call('HSET', job, 'state', 'open', 'id', own, 'expires', number(now_ms + instant),
+      expires = number(now_ms + instant)
+      redis.call('HSET', job, 'state', 'open', 'id', own, 'expires', expires,
         'free', number(now_ms + instant + margin_ms))
-      list(job)
+      list(job, expires)
     end
     keep_job(job, now_ms + instant + margin_ms + keep_ms)
     return {'opened', own, ''}
@@ -72,10 +87,10 @@ local function call(job, verb, own, instant, margin_ms)
     keep_job(job, instant + margin_ms + keep_ms)
   elseif state == 'open' and (verb == 'commit' or verb == 'abort') then
     state = verb == 'commit' and 'committed' or 'aborted'
-    redis.call('HSET', job, 'state', state)
+    close(job, state)
   elseif verb == 'confirm' and own == id and (state == 'open' or expired) then
     state, is_new = 'committed', false
-    redis.call('HSET', job, 'state', state)
+    close(job, state)
   elseif verb == 'confirm' and redis.call('HGET', job, 'was:' .. own) == 'aborted' then
     redis.call('HSET', job, 'was:' .. own, 'committed')
   elseif verb == 'look' and own ~= '' and own ~= id then

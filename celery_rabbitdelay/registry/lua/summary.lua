@@ -2,10 +2,16 @@
 --
 -- KEYS  the kinds of one hash tag
 -- ARGV  when the oldest task was due that still counts as waiting; how many kinds are counted at most, those
---       with the most tasks; then instants, in their order
+--       with the most tasks; then instants
 -- Returns {tasks of the kinds that were left out, kinds}, and of each kind: itself, how many tasks of it
--- wait, when the first is due that is due at the first instant or later (empty for none), how many are
--- cancelled whose messages are not due at the first instant, and how many are due before each instant.
+-- wait, when the first was due or will be, when the first is due that is due at the first instant or later
+-- (each empty for none), how many are cancelled whose messages are not due at the first instant, and how
+-- many are due before each instant.
+
+-- When the first task is due that is due at an instant or later.
+local function due_from(key, instant)
+  return redis.call('ZRANGEBYSCORE', key, instant, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2] or ''
+end
 
 local function call(known, least_ms, most, ...)
   local tag, least, instants, kinds = tag_of(known), string.format('%.0f', least_ms), {}, {}
@@ -30,9 +36,8 @@ local function call(known, least_ms, most, ...)
     if at > most then
       left_out = left_out + total
     else
-      local first = redis.call('ZRANGEBYSCORE', key, instants[1], '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
-      local counts = {kind, redis.call('ZCOUNT', key, least, '+inf'), first[2] or '',
-        redis.call('ZCOUNT', cancelled, instants[1], '+inf')}
+      local counts = {kind, redis.call('ZCOUNT', key, least, '+inf'), due_from(key, least),
+        due_from(key, instants[1]), redis.call('ZCOUNT', cancelled, instants[1], '+inf')}
       for _, instant in ipairs(instants) do
         table.insert(counts, redis.call('ZCOUNT', key, least, '(' .. instant))
       end

@@ -183,9 +183,13 @@ def test_a_summary_counts_each_kind_whatever_becomes_of_its_tasks(
     told = {each.kind: each for each in index.summary(instants).kinds}
     for kind in kinds:
         dues = [message.due_ms for each, message in waiting.values() if each == kind]
-        before = [sum(due < instant for due in dues) for instant in instants]
-        expected = (kind, len(dues), min(dues, default=None), cancelled[kind], before)
-        assert told.pop(kind, KindCounts(kind, 0, None, 0, [0, 0, 0])) == expected
+        before = {instant: sum(due < instant for due in dues) for instant in instants}
+        first = min(dues, default=None)
+        expected = (kind, len(dues), first, first, cancelled[kind], before)
+        assert (
+            told.pop(kind, KindCounts(kind, 0, None, None, 0, dict.fromkeys(instants, 0)))
+            == expected
+        )
     assert not told
     few = index.summary(instants, most=2)
     assert len(few.kinds) == 2
@@ -219,6 +223,31 @@ def test_cancelled_tasks_are_counted_until_they_are_due(registry: Registry, inde
     assert told.cancelled == 1
     key = f"{registry.names.prefix}:{{7}}:cancelled:{told.kind.text}"
     assert registry.store.commands(lambda pipe: pipe.zrange(key, 0, -1)) == [[later]]
+
+
+def test_of_each_kind_the_first_task_is_told_and_the_next_one_from_an_instant(
+    registry: Registry, index: Index
+) -> None:
+    registry.register([due_at(each, f"task-{each}") for each in (1, 2, 5)])
+    (told,) = index.summary([START_MS + 3 * MINUTE_MS]).kinds
+    assert (told.first_due_ms, told.next_due_ms) == tuple(
+        START_MS + each * MINUTE_MS for each in (1, 5)
+    )
+
+
+def test_the_due_tasks_of_jobs_are_told_and_of_many_how_many_each_stands_for(
+    registry: Registry, index: Index
+) -> None:
+    of_jobs = [due_at(0, f"{job}{each}", job=job) for job in "ab" for each in range(90)]
+    registry.register([*of_jobs, due_at(0, "other"), due_at(2, "late", job="a")])
+    end_ms = START_MS + MINUTE_MS
+    found = index.due_of_jobs(["a", "b", "none"], end_ms, most=10_000)
+    assert {each.task_id: number for each, number in found} == {each.task_id: 1 for each in of_jobs}
+    few = index.due_of_jobs(["a", "b"], end_ms, most=1)
+    assert len(few) < 70, "one of each job and shard"
+    for job in "ab":
+        assert round(sum(number for each, number in few if each.job == job)) == 90
+    assert index.due_of_jobs([], end_ms, most=1) == []
 
 
 def test_what_has_arrived_or_will_not_run_leaves_the_index(

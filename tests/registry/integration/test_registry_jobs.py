@@ -117,6 +117,9 @@ def test_all_jobs_are_listed_and_the_newest_come_first(registry: Registry, other
     registry.jobs.confirm(confirmed, registry.jobs.join(confirmed, 0)[1])
     states = [each.state for each in others.all(registry.now_ms(), 100)]
     assert states == [COMMITTED, ABORTED, COMMITTED, *[JobState.OPEN] * 17]
+    assert {*others.open_ones(registry.now_ms())} == {*names[:17]}
+    in_ten_minutes = registry.now_ms() + 10 * MINUTE_MS + MINUTE_MS // 2
+    assert {*others.open_ones(in_ten_minutes)} == {*names[10:17]}
 
 
 def test_a_job_that_has_expired_is_listed_as_aborted_and_leaves_the_list_when_it_is_gone(

@@ -338,7 +338,7 @@ def test_beside_the_list_what_matches_is_counted_by_the_terms_that_narrow_it(
     (cancelled,), before = send(shop), browser.json("/waiting")["cancelled"]
     shop.rabbitdelay.cancel(cancelled)
     everything = {
-        "state": {"not yet due": 6},
+        "state": {"on time": 6},
         "task": {"look": 5, "note": 1},
         "queue": {queue: 6},
         "due": {
@@ -383,7 +383,7 @@ def test_due_tasks_are_held_or_overdue_and_none_is_both(
         told = browser.json("/waiting")
         states = {each["task_id"]: each["state"] for each in told["tasks"]}
         assert states == {of_job: "job-open", late: "overdue", waits: "waiting", note: "held"}
-        one_each = {"not yet due": 1, "held": 1, "overdue": 1, "job open": 1}
+        one_each = {"on time": 1, "held": 1, "overdue": 1, "job open": 1}
         assert counts_of(told)["state"] == one_each
         assert counts_of(browser.json("/waiting", q="sent:<1d"))["state"] == one_each
         for state, ids in (

@@ -176,7 +176,7 @@ def test_without_scripts_one_reads_and_acts(served: Any, open_tab: Callable[...,
     with tab.without_scripts():
         tab.go(f"/waiting/task?id={task_id}")
         sign_in(tab)
-        tab.see("not yet due", "Details")
+        tab.see("on time", "Details")
         tab.press("Cancel…")
         tab.press("Cancel 1 task")
         tab.see("1 of 1 cancelled")

@@ -7,18 +7,20 @@ from typing import Any
 
 from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations.status import Status
 from celery_rabbitdelay.operations.verify import Finding, Verification
 from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.publishing.kombu_internals import Counts
-from celery_rabbitdelay.registry.index import Kind, KindCounts
+from celery_rabbitdelay.registry.index import Kind, KindCounts, Pending
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.web import now
 from celery_rabbitdelay.web.now import Waits
-from celery_rabbitdelay.web.problems import Due, Problem, problems
+from celery_rabbitdelay.web.problems import Problem, problems
 from celery_rabbitdelay.web.site import Glance
+from celery_rabbitdelay.web.states import Due, Holds
 
 START = datetime(2030, 1, 31, 9, tzinfo=UTC)
 EDGES = [START + timedelta(minutes=each) for each in range(3)]
@@ -28,15 +30,24 @@ MAIL, EXPORT = Kind("mail.send", "mail"), Kind("export", "")
 NOTHING_DUE = Due(Counter(), None, {}, {})
 
 
+def counts(
+    kind: Kind, total: int, next_due_ms: int | None, cancelled: int, before: Sequence[int]
+) -> KindCounts:
+    """Return the counts of a kind: due before each edge, and before an hour is over."""
+    instants = map(milliseconds_of, (*EDGES, START + timedelta(hours=1)))
+    of_instants = dict(zip(instants, before, strict=True))
+    return KindCounts(kind, total, next_due_ms, next_due_ms, cancelled, of_instants)
+
+
 def waits(*kinds: KindCounts, **more: Any) -> Waits:
     return Waits(EDGES, [*kinds], 0, NOTHING_DUE._replace(**more))
 
 
 def test_a_row_adds_up_the_kinds_of_its_name() -> None:
     found = waits(
-        KindCounts(MAIL, 10, 7_000, 2, [3, 7, 4, 5]),
-        KindCounts(MAIL._replace(queue="bulk"), 5, 5_000, 1, [0, 1, 0, 1]),
-        KindCounts(EXPORT, 20, None, 0, [20, 20, 20, 20]),
+        counts(MAIL, 10, 7_000, 2, [3, 4, 5, 7]),
+        counts(MAIL._replace(queue="bulk"), 5, 5_000, 1, [0, 0, 1, 1]),
+        counts(EXPORT, 20, None, 0, [20, 20, 20, 20]),
         paused={Paused("mail.send", None, START): Counter({MAIL: 1})},
         jobs={"import": Counter({MAIL: 3})},
         overdue=Counter({MAIL: 2}),
@@ -52,9 +63,36 @@ def test_a_row_adds_up_the_kinds_of_its_name() -> None:
     assert [each.name for each in now._rows(found, "queue", {})] == ["mail", "bulk", ""]
 
 
+def test_a_task_of_an_open_job_is_held_by_a_pause_first_and_never_overdue() -> None:
+    many, early = START - timedelta(hours=1), START - timedelta(hours=2)
+    paused = Paused(None, "bulk", many)
+    bulk = MAIL._replace(queue="bulk")
+    of_jobs = [
+        (Pending("a", "mail.send", many, None, "import", queue="mail"), 2.5),
+        (Pending("b", "mail.send", many, None, "import", queue="mail"), 1.5),
+        (Pending("c", "mail.send", many, None, "import", queue="bulk"), 1),
+    ]
+    holds = Holds(START, [paused], of_jobs)
+
+    def late(kind: Kind, number: int, first: datetime) -> KindCounts:
+        first_ms = milliseconds_of(first)
+        return KindCounts(kind, number, first_ms, None, 0, {holds.late_ms: number})
+
+    told = holds.due([late(MAIL, 6, early), late(bulk, 3, early), late(EXPORT, 1, many)])
+    assert told == Due(
+        Counter({MAIL: 2, EXPORT: 1}),
+        many,
+        {paused: Counter({bulk: 3})},
+        {"import": Counter({MAIL: 4})},
+    )
+    assert (told.held, told.job_open) == ({MAIL: 4, bulk: 3}, {MAIL: 4})
+    assert [holds.state(each) for each, _ in of_jobs] == ["job-open", "job-open", "held"]
+    assert holds.due([late(EXPORT, 0, many)]).overdue == {}
+
+
 def test_a_histogram_has_the_largest_series_and_one_of_all_others() -> None:
     kinds = [
-        KindCounts(Kind(f"task {each}"), 99, None, 0, [1, 90, 1 + each, 1 + 2 * each])
+        counts(Kind(f"task {each}"), 99, None, 0, [1, 1 + each, 1 + 2 * each, 90])
         for each in range(10)
     ]
     found = now._due(waits(*kinds), "task")

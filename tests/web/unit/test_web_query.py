@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.registry.index import Filter, Kind, Pending
+from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.web.asked import Wrong
 from celery_rabbitdelay.web.query import (
     MOST_TERMS,
     NAMES,
-    STATES,
     Known,
     Query,
     Term,
     completions,
     filter_of,
 )
+from celery_rabbitdelay.web.states import ON_ITS_WAY, STATES, Holds
 
 #: A Saturday, in the morning in Tokyo.
 NOW = datetime(2030, 2, 2, 1, 30, tzinfo=UTC)
@@ -38,10 +39,16 @@ def task(**fields: Any) -> Pending:
     return Pending(**whole)
 
 
-def found(text: str, tasks: Sequence[Pending], **known: Any) -> list[str]:
+#: Nothing is paused, and no job is open.
+NOTHING_HELD = Holds(NOW)
+
+
+def found(
+    text: str, tasks: Sequence[Pending], holds: Holds = NOTHING_HELD, **known: Any
+) -> list[str]:
     """Return the ids of the tasks that a search finds."""
     kinds = sorted({Kind(each.task, each.queue) for each in tasks})
-    wanted = filter_of(Query.of(text), Known(NOW, TOKYO, **{"kinds": kinds, **known}))
+    wanted = filter_of(Query.of(text), Known(holds, TOKYO, kinds, **known))
     says = wanted.says or (lambda task, message: True)
     return [each.task_id for each in tasks if wanted.matches(each) and says(each, "a message")]
 
@@ -112,7 +119,7 @@ def test_a_search_finds_tasks(text: str, ids: str) -> None:
 
 
 def test_of_what_an_index_has_no_record_is_read() -> None:
-    known = Known(NOW, TOKYO, [Kind("pay", "mail"), Kind("ask", "mail")])
+    known = Known(Holds(NOW), TOKYO, [Kind("pay", "mail"), Kind("ask", "mail")])
 
     def wanted(text: str) -> Filter:
         return filter_of(Query.of(text), known)
@@ -128,26 +135,27 @@ def test_what_is_due_is_held_by_a_pause_or_by_an_open_job_or_overdue() -> None:
     late = NOW - timedelta(minutes=1)
     tasks = [
         task(task_id="w"),
+        task(task_id="s", due=NOW - ON_ITS_WAY),
         task(task_id="h", due=late),
         task(task_id="q", task="ask", queue="bulk", due=late),
         task(task_id="j", task="ask", job="import-7", due=late),
         task(task_id="o", task="ask", job="import-8", due=late),
     ]
-    known: dict[str, Any] = {"paused": ({"store.pay"}, {"bulk"})}
-    for open_jobs, held, job_open, overdue in (
-        ({"import-7"}, "hqj", "j", "o"),
-        ((), "hq", "", "jo"),
+    paused = [Paused("store.pay", None, late), Paused(None, "bulk", late)]
+    for of_jobs, held, job_open, overdue in (
+        ([(tasks[4], 1)], "hqj", "j", "o"),
+        ([], "hq", "", "jo"),
     ):
-        known["open_jobs"] = open_jobs
+        holds = Holds(NOW, paused, of_jobs)
         for text, ids in (
-            ("state:waiting", "w"),
+            ("state:waiting", "ws"),
             ("state:held", held),
             ("state:job-open", job_open),
             ("state:overdue", overdue),
-            ("state:waiting state:overdue", f"w{overdue}"),
+            ("state:waiting state:overdue", f"ws{overdue}"),
         ):
-            assert "".join(found(text, tasks, **known)) == ids, (text, open_jobs)
-    assert {Known(NOW, TOKYO).state(each) for each in tasks} <= set(STATES)
+            assert "".join(found(text, tasks, holds)) == ids, (text, of_jobs)
+        assert {holds.state(each) for each in tasks} <= set(STATES)
 
 
 def test_a_word_finds_what_the_arguments_say_as_far_as_they_are_shown() -> None:
@@ -212,7 +220,7 @@ def test_instants_are_lengths_of_time_days_and_spans(
 )  # fmt: skip
 def test_what_a_term_does_not_take_is_named_with_what_it_takes(text: str) -> None:
     with pytest.raises(Wrong) as wrong:
-        filter_of(Query.of(text), Known(NOW, TOKYO))
+        filter_of(Query.of(text), Known(NOTHING_HELD, TOKYO))
     assert wrong.value.detail.startswith((text, "q:"))
     assert ": takes " in wrong.value.detail
 
