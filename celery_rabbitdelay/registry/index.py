@@ -297,7 +297,8 @@ class Index:
                 one, more is told. See :class:`KindCounts`.
             most: How many kinds are counted one by one at most.
         """
-        arguments = [(self.least_ms(), most, *instants_ms)]
+        in_order = sorted({*instants_ms})
+        arguments = [(self.least_ms(), most, instants_ms[0], *in_order)]
         calls = [ScriptCall("summary", [name], arguments) for name in self.names.kinds()]
         found: dict[str, list[KindCounts]] = {}
         left_out = 0
@@ -305,9 +306,9 @@ class Index:
         for (answer,) in self.store.of_each(*calls):
             others, kinds = readable("the index", answer)
             left_out += others
-            for text, total, first, following, cancelled, *before in kinds:
+            for text, total, first, following, cancelled, before in kinds:
                 first_ms, next_ms = (int(each) if each else None for each in (first, following))
-                of_instants = dict(zip(instants_ms, before, strict=True))
+                of_instants = dict(zip(in_order, before, strict=True))
                 counts = KindCounts(Kind.of(text), total, first_ms, next_ms, cancelled, of_instants)
                 found.setdefault(text, []).append(counts)
         kinds = sorted(map(_sum, found.values()), key=lambda each: -each.total)

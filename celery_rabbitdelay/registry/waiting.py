@@ -30,7 +30,7 @@ from celery_rabbitdelay.registry.application import register_sent
 from celery_rabbitdelay.registry.decision import Outcome, Registration, new_copy
 from celery_rabbitdelay.registry.holding import Holding, publish_signed
 from celery_rabbitdelay.registry.index import Filter, Pending
-from celery_rabbitdelay.registry.record import KnownTask, known_task, restored
+from celery_rabbitdelay.registry.record import KnownTask, known_task, record_of, restored
 from celery_rabbitdelay.registry.registry import Earlier
 from celery_rabbitdelay.registry.store import readable
 
@@ -211,6 +211,9 @@ class Waiting(Holding):
     ) -> Outcome:
         """Let a task that waits run at another time, later or earlier.
 
+        A tracked task that is overdue is sent again if it is to run now, in case its message was
+        lost. Of several messages of a task, the one that arrives first runs.
+
         Args:
             task: Its id; or the result of a send, as for :meth:`cancel`.
             key: Instead of a task: the key that it was sent with.
@@ -242,6 +245,10 @@ class Waiting(Holding):
         return _ids(task) if key is None else self.registry.waiting_under(key)
 
     def _postpone(self, task_id: str, due: Due, also_future: bool) -> Outcome:
+        record = record_of(self.registry, task_id) if due.is_past else None
+        if record is not None and record.name is not None and record.due_ms is not None:
+            # Only what is to run earlier is sent again.
+            due = Due.until(min(due.at_ms, record.due_ms - 1))
         outcome = self.registry.postpone(task_id, due.at_ms, also_future)
         if isinstance(outcome, Earlier):
             if not outcome.message:

@@ -70,7 +70,6 @@ class Server:
             brief=shown.brief,
             left=shown.left,
             soon=lambda instant: shown.left(max(instant, wall_clock.now())),
-            term=lambda text, name: str(Term.of(name, text)),
             fullness=shown.fullness,
             number=lambda value: f"{value:,}",
             local=lambda instant: shown.local(instant, zone),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
@@ -118,23 +118,6 @@ class Asked:
         except RabbitDelayError as error:
             raise HTTPException(503, f"{NEEDS}. ({why(error)})") from error
         return self.site.delays
-
-    def facet(self, name: str, counts: Mapping[str, int]) -> list[dict[str, object]]:
-        """Return the values of a field as links; that of the present value removes it.
-
-        Args:
-            name: The field.
-            counts: For each value how many there are with it.
-        """
-        present = self.fields.get(name)
-        addresses = {
-            value: self.fields.address(**{name: None if value == present else value})
-            for value in counts
-        }
-        return [
-            {"value": value, "count": count, "address": addresses[value], "is_on": value == present}
-            for value, count in counts.items()
-        ]
 
     def instant(self, name: str) -> datetime | None:
         """Return the instant in a field; without a time zone, it is in the application's.

@@ -16,7 +16,14 @@ from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.web.asked import Asked, Wrong
-from celery_rabbitdelay.web.search import Search, Until, all_at, each_by, postpone_batches
+from celery_rabbitdelay.web.search import (
+    Search,
+    Until,
+    all_at,
+    at_once,
+    each_by,
+    postpone_batches,
+)
 from celery_rabbitdelay.web.site import Does, Verb, Work, in_batches, log_action
 from celery_rabbitdelay.web.waiting import rows
 
@@ -177,7 +184,7 @@ def _until(asked: Asked, action: str) -> Until | None:
     if action == "cancel":
         return None
     if action == "run-now":
-        return all_at(wall_clock.now())
+        return at_once()
     by, until = asked.duration("by"), asked.instant("until")
     if by and until is None:
         return each_by(by)

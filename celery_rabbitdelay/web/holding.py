@@ -57,8 +57,8 @@ def jobs(asked: Asked) -> dict[str, object]:
             for each, number in zip(chosen, tasks, strict=False)
         ],
         "count": len(chosen),
-        "states": asked.facet("state", states),
-        "ages": asked.facet("age", ages),
+        "states": states,
+        "ages": ages,
     }
 
 

@@ -21,9 +21,10 @@ from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.charts import DAY, HOUR, MINUTE, aligned
 from celery_rabbitdelay.web.problems import problems
-from celery_rabbitdelay.web.site import Glance, Site
+from celery_rabbitdelay.web.site import Answer, Site
 from celery_rabbitdelay.web.states import Due, Holds
-from celery_rabbitdelay.web.workers import Answer, unserved
+from celery_rabbitdelay.web.undeliverable import reasons
+from celery_rabbitdelay.web.workers import unserved
 
 #: Seconds from one reading to the next: of the tracked tasks, of what the management API has
 #: counted, and of faults, which takes some requests to that API for each queue.
@@ -81,7 +82,7 @@ class Waits(NamedTuple):
 
 
 #: What is known without a registry, or before Redis has answered.
-NOTHING: Final = Waits([], [], 0, Due(Counter(), None, {}, {}))
+NOTHING: Final = Waits([], [], 0, Due(Counter(), {}, {}, {}))
 
 
 def now(asked: Asked) -> dict[str, object]:
@@ -91,7 +92,7 @@ def now(asked: Asked) -> dict[str, object]:
     horizon = fields.one_of("horizon", HORIZONS, "hour")
     queues, reading = site.queues(), Reading[Waits]()
     # The workers are asked through the broker.
-    workers = Reading[Glance](error=queues.error) if queues.error else site.workers()
+    workers = Reading[dict[str, Answer]](error=queues.error) if queues.error else site.workers()
     if site.delays.has_registry:
         ask = partial(site.latest, f"due in a {horizon}", partial(_look, site, horizon), DUE_PERIOD)
         reading = ask(patience=DUE_PATIENCE)
@@ -99,22 +100,24 @@ def now(asked: Asked) -> dict[str, object]:
             reading = ask()
     waits, found = reading.value or NOTHING, findings_of(site, patience=0)
     alone = [] if queues.error else unserved(site)
-    answers = {} if workers.value is None else workers.value.status.workers
+    answers = workers.value or {}
     late, total, least = late_by_task(answers.values()), None, None
     if queues.value is not None:
         backlog, (length, _) = queues.value.status.backlog, HORIZONS[horizon]
         total = sum(backlog.levels.values())
         least = due_at_least(site.delays.topology, backlog, length // timedelta(milliseconds=1))
     tasks, for_queues = _rows(waits, "task", late), _rows(waits, "queue", {})
+    lost = Counter[str]() if queues.value is None else reasons(site, queues.value)
     return {
         "taken": queues.taken,
         "broker_error": queues.error,
         "has_registry": site.delays.has_registry,
         "registry_error": reading.error,
-        "problems": problems(queues, workers, reading.error, waits.due, found.value, alone),
+        "problems": problems(queues, workers, reading.error, waits.due, found.value, alone, lost),
         "findings_taken": found.taken,
         "findings_error": found.error,
         "workers": len(answers),
+        "unserved": alone,
         "by": by,
         "horizon": horizon,
         "total": total,

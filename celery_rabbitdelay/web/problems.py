@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple, get_args
 from urllib.parse import urlencode
 
 from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked
+from celery_rabbitdelay.registry.index import Kind
 from celery_rabbitdelay.web import shown
-from celery_rabbitdelay.web.site import Glance
+from celery_rabbitdelay.web.query import Term
+from celery_rabbitdelay.web.site import Answer, Glance
 from celery_rabbitdelay.web.states import Due
 
 #: Seconds after its time until it is said that a probe is late.
@@ -50,25 +52,27 @@ def things(count: int, one: str, many: str = "") -> str:
 
 def problems(
     queues: Reading[Glance],
-    workers: Reading[Glance],
+    workers: Reading[dict[str, Answer]],
     registry_error: str | None,
     due: Due,
     found: Verification | None,
     unserved: Sequence[str],
+    reasons: Counter[str],
 ) -> list[Problem]:
     """Return what is wrong, the most severe first.
 
     Args:
         queues: A look at the queues.
-        workers: A look at the workers.
+        workers: What each worker answers, by its name.
         registry_error: Why Redis cannot be asked.
         due: What is due and has not arrived.
         found: What ``verify`` has found; None if that is not known.
         unserved: The queues that tasks wait for, and nobody takes from.
+        reasons: Why messages could not be delivered, as far as they were read.
     """
     named = {kind.queue for kind in due.overdue}
     all_of_them = [
-        *_of_servers(queues, registry_error),
+        *_of_servers(queues, registry_error, reasons),
         *_of_workers(queues, workers, [each for each in unserved if each not in named]),
         *_of_tasks(due, unserved),
         *_of_findings(found),
@@ -76,7 +80,9 @@ def problems(
     return sorted(all_of_them, key=lambda each: get_args(Severity).index(each.severity))
 
 
-def _of_servers(queues: Reading[Glance], registry_error: str | None) -> Iterator[Problem]:
+def _of_servers(
+    queues: Reading[Glance], registry_error: str | None, reasons: Counter[str]
+) -> Iterator[Problem]:
     if queues.error is not None:
         since = "" if queues.taken is None else f"; the figures are of {shown.left(queues.taken)}"
         yield Problem("danger", f"The broker cannot be asked{since}", queues.error)
@@ -93,17 +99,18 @@ def _of_servers(queues: Reading[Glance], registry_error: str | None) -> Iterator
     undeliverable = backlog.others.get("undeliverable")
     if undeliverable is not None and undeliverable.messages:
         words = things(undeliverable.messages, "message is", "messages are")
-        yield Problem("warning", f"{words} undeliverable", page="undeliverable", shape="failed")
+        words, about = f"{words} undeliverable{':' if reasons else ''}", _named(reasons)
+        yield Problem("warning", words, about, page="undeliverable", shape="failed")
 
 
 def _of_workers(
-    queues: Reading[Glance], workers: Reading[Glance], unserved: Sequence[str]
+    queues: Reading[Glance], workers: Reading[dict[str, Answer]], unserved: Sequence[str]
 ) -> Iterator[Problem]:
     if workers.error is not None and queues.error is None:
         yield Problem("danger", "The workers cannot be asked", workers.error)
     if workers.value is None or queues.error is not None:
         return
-    answers = workers.value.status.workers
+    answers = workers.value
     backlog = None if queues.value is None else queues.value.status.backlog
     distribution = None if backlog is None else backlog.others.get("distribution")
     if not answers:
@@ -134,22 +141,16 @@ def _of_probes(answers: Iterable[Mapping[str, Any]]) -> Iterator[Problem]:
 
 
 def _of_tasks(due: Due, unserved: Sequence[str]) -> Iterator[Problem]:
-    if due.overdue:
-        names, alone = Counter[str](), Counter[str]()
-        for kind, number in due.overdue.items():
-            names[kind.task] += number
-            if kind.queue in unserved:
-                alone[kind.queue] += number
-        cause = f"; no worker takes from queue {_named(alone)}" if alone else ""
-        since = "" if due.first is None else f"; the first was due {shown.left(due.first)}"
-        words, about = things(names.total(), "task overdue:", "tasks overdue:"), _named(names)
-        yield Problem("danger", words, f"{about}{cause}", since, "waiting", "q=state:overdue")
-    for each, kinds in due.paused.items():
+    alone = {kind for kind in due.overdue if kind.queue in unserved}
+    for kinds in (alone, due.overdue.keys() - alone):
+        if kinds:
+            yield _overdue(due, kinds, Counter(each.queue for each in kinds & alone))
+    for each, counts in due.paused.items():
         what = f"task {each.task}" if each.task is not None else f"queue {each.queue}"
         ends = "" if each.until is None else f", resumes {shown.left(each.until)}"
-        words = things(kinds.total(), "task held:", "tasks held:")
-        rest = f" ({shown.left(each.since)}{ends})"
-        yield Problem("warning", words, f"{what} is paused", rest, "pauses", shape="held")
+        words = f"Paused, {things(counts.total(), 'task')} held:"
+        rest = f" (since {shown.left(each.since)}{ends})"
+        yield Problem("warning", words, what, rest, "pauses", shape="held")
     if due.jobs:
         jobs = Counter({job: kinds.total() for job, kinds in due.jobs.items()})
         words = things(jobs.total(), "task held until job", "tasks held until job")
@@ -159,8 +160,24 @@ def _of_tasks(due: Due, unserved: Sequence[str]) -> Iterator[Problem]:
         yield Problem("note", words, about, " is committed", page, fields, "job-open")
 
 
+def _overdue(due: Due, kinds: Set[Kind], unserved: Counter[str]) -> Problem:
+    """Return what is said of the overdue tasks of some kinds, and of queues without a worker."""
+    names, firsts = Counter[str](), [due.firsts[each] for each in kinds if each in due.firsts]
+    for each in kinds:
+        names[each.task] += due.overdue[each]
+    cause = f"; no worker takes from queue {_named(unserved)}" if unserved else ""
+    since = f"; the first was due {shown.left(min(firsts))}" if firsts else ""
+    terms = " ".join(["state:overdue", *(str(Term.of("task", each)) for each in names)])
+    fields = urlencode({"q": terms}, errors="surrogatepass")
+    fields = fields if len(fields) <= shown.MOST_IN_ADDRESS else "q=state:overdue"
+    words, about = things(names.total(), "task overdue:", "tasks overdue:"), _named(names)
+    return Problem("danger", words, f"{about}{cause}", since, "waiting", fields)
+
+
 def _named(counts: Counter[str]) -> str:
-    """Return the name that has the most, and how many others there are."""
+    """Return the name that has the most, and how many others there are; empty for none."""
+    if not counts:
+        return ""
     others = len(counts) - 1
     return f"{counts.most_common(1)[0][0]}{f' and {others:,} more' if others else ''}"
 

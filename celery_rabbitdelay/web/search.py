@@ -175,9 +175,12 @@ class Search:
             counts["state"][late] += number(end=holds.late_ms)
             for value, length in SOON.items():
                 counts["due"][value] += number(end=now_ms + length)
-        for task, stands_for in holds.of_jobs:
-            if (state := holds.state(task)) == "job-open" and self.filter.matches(task):
-                counts["state"].update({state: stands_for, "overdue": -stands_for})
+        of_jobs = [
+            number
+            for task, number in holds.of_jobs
+            if holds.state(task) == "job-open" and self.filter.matches(task)
+        ]
+        counts["state"].update({"job-open": round(sum(of_jobs)), "overdue": -round(sum(of_jobs))})
         if self.filter.kinds is None:
             registry = self.delays.registry
             names = [each.name for each in registry.jobs.all(registry.now_ms(), COUNTED_JOBS)]
@@ -233,6 +236,12 @@ def all_at(instant: datetime) -> Until:
     """Return what lets all tasks run at one instant."""
     instant = instant_of(milliseconds_of(instant))
     return lambda _, due: None if due == instant else instant
+
+
+def at_once() -> Until:
+    """Return what lets all tasks run now; one that has moved since does not move again."""
+    now = instant_of(wall_clock.ms())
+    return lambda _, due: None if now <= due <= wall_clock.now() else now
 
 
 def each_by(delay: timedelta) -> Until:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics.reading import AWAY, Broker, Reading, Readings, why
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
-from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.web.options import Options, User
 from celery_rabbitdelay.web.settings import WebSettings
 
@@ -47,8 +45,12 @@ MOST_AT_ONCE: Final = 4
 REMEMBERED: Final = 100
 
 
+#: The answer of a worker.
+Answer: TypeAlias = Mapping[str, Any]
+
+
 class Glance(NamedTuple):
-    """One look at the queues, or at the workers.
+    """One look at the queues.
 
     Attributes:
         status: The look.
@@ -93,7 +95,7 @@ class Site:
         # Each has a connection of its own: the workers' answers are waited for.
         self.queues_broker, self._workers = self._broker(), self._broker()
         self._readings: dict[str, Readings[Any]] = {}
-        self._before: dict[str, Status] = {}
+        self._before: Status | None = None
 
     def _broker(self) -> Broker:
         connection = self.app.connection_for_write(connect_timeout=CONNECT_TIMEOUT)
@@ -127,27 +129,22 @@ class Site:
 
         def look() -> Glance:
             status = self.queues_broker.ask(lambda found: status_of(self.delays, found, timeout=0))
-            return self._compared("queues", status)
+            before, self._before = self._before, status
+            return Glance(status, {} if before is None else rates_between(before, status))
 
         return self.latest("queues", look, STATUS_PERIOD)
 
-    def workers(self) -> Reading[Glance]:
-        """Return what the workers answer."""
+    def workers(self) -> Reading[dict[str, Answer]]:
+        """Return what each worker answers, by its name."""
 
-        def look() -> Glance:
+        def look() -> dict[str, Answer]:
             if self.delays.is_blocked():
                 raise OperationalError("they are asked by messages, and RabbitMQ blocks publishers")
-            answers = self._workers.ask(
+            return self._workers.ask(
                 lambda found: status_of_workers(self.app, found, WORKERS_TIMEOUT, about=True)
             )
-            nothing = Backlog({}, {}, {}, ())
-            return self._compared("workers", Status(time.monotonic(), nothing, answers))
 
         return self.latest("workers", look, WORKERS_PERIOD)
-
-    def _compared(self, name: str, status: Status) -> Glance:
-        before, self._before[name] = self._before.get(name), status
-        return Glance(status, {} if before is None else rates_between(before, status))
 
 
 class Verb(NamedTuple):

@@ -44,13 +44,13 @@ class Due(NamedTuple):
 
     Attributes:
         overdue: How many tasks of each kind should have arrived, and nothing holds them.
-        first: When the first of these was due; None if there is none, or it is not known.
+        firsts: When the first of these was due, by the kind, as far as it is known.
         paused: How many tasks of each kind each pause holds.
         jobs: How many of each kind wait for the commit of each job, by its name.
     """
 
     overdue: Counter[Kind]
-    first: datetime | None
+    firsts: Mapping[Kind, datetime]
     paused: Mapping[Paused, Counter[Kind]]
     jobs: Mapping[str, Counter[Kind]]
 
@@ -133,13 +133,12 @@ class Holds:
             if kind in overdue:
                 jobs[job][kind] = round(number_of)
         job_open = sum(jobs.values(), Counter[Kind]())
-        firsts = [
-            each.first_due_ms
+        firsts = {
+            each.kind: instant_of(each.first_due_ms)
             for each in kinds
             if each.kind in overdue and each.kind not in job_open and each.first_due_ms is not None
-        ]
-        first = instant_of(min(firsts)) if firsts else None
-        return Due(overdue - job_open, first, paused, jobs)
+        }
+        return Due(overdue - job_open, firsts, paused, jobs)
 
 
 class Counted(NamedTuple):

@@ -19,8 +19,9 @@ from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task,
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.query import Term
-from celery_rabbitdelay.web.site import STATUS_PERIOD
-from celery_rabbitdelay.web.states import state_of
+from celery_rabbitdelay.web.site import STATUS_PERIOD, Site
+from celery_rabbitdelay.web.states import ON_ITS_WAY, state_of
+from celery_rabbitdelay.web.workers import unserved
 
 #: What is said of a task that does not wait.
 ENDED: Final = {
@@ -53,10 +54,11 @@ def story(asked: Asked) -> dict[str, object]:
         for each in delays.paused()
         if (each.task or found.task) == found.task and (each.queue or found.queue) == found.queue
     ]
-    state = found.state
+    state = once_due = found.state
     if found.due is not None:
         holds = {"is_paused": bool(pauses), "is_job_open": found.job_state == "open"}
         state = state_of(found.due, wall_clock.now(), **holds)
+        once_due = state_of(found.due, found.due + 2 * ON_ITS_WAY, **holds)
     args, kwargs = (
         site.options.shown(found.task or "", text) for text in (found.args, found.kwargs)
     )
@@ -66,7 +68,7 @@ def story(asked: Asked) -> dict[str, object]:
         "task": {**known, "arguments_shown": site.options.shows_arguments},
         "state": state,
         "why_not_run": reasons(asked, found, pauses),
-        "history": list(_history(found, first_due, state)),
+        "history": list(_history(found, first_due, state, once_due)),
     }
 
 
@@ -95,15 +97,26 @@ HERE: Final = {
 }
 
 
-def _history(task: KnownTask, first_due: datetime | None, state: str) -> Iterator[Event]:
-    """Yield what is known of a task's way, in order."""
+def _history(
+    task: KnownTask, first_due: datetime | None, state: str, once_due: str
+) -> Iterator[Event]:
+    """Yield what is known of a task's way, in order.
+
+    Args:
+        task: The task.
+        first_due: When the first of its messages is due, or was.
+        state: Its state.
+        once_due: Its state once it is due, if nothing changes.
+    """
     now, queue = wall_clock.now(), {task.queue: None} if task.queue else {}
     if task.sent is not None:
         yield Event("past", task.sent, "Sent")
     if task.due is None or first_due is None or state not in HERE:
         yield Event("here", None, ENDED.get(TaskState(task.state), "Waits"))
         return
-    here, following = HERE[state]
+    if task.postponed == task.due:
+        yield Event("past", None, "Rescheduled")
+    here, (_, following) = HERE[state][0], HERE[once_due]
     # A held task is in one queue; where another one that is due is, its reasons say.
     names = task.may_be_in if state == "waiting" else {"paused"} if state == "held" else {}
     where = {name: count for name, count in task.may_be_in.items() if name in names}
@@ -143,14 +156,14 @@ def reasons(asked: Asked, task: KnownTask, pauses: Sequence[Paused]) -> list[Rea
         return [Reason(ENDED[state], "waiting", f"q={search}")]
     if state is not TaskState.WAITING:
         return [Reason(ENDED[state])]
-    found = list(_held_back(task, pauses))
+    found = list(_held_back(asked.site, task, pauses))
     if task.due is not None and task.due > wall_clock.now():
         again = ", because it was postponed" if task.postponed == task.due else ""
         return [Reason(f"Due {shown.left(task.due)}{again}."), *found]
     return found or [*_overdue(asked, task)]
 
 
-def _held_back(task: KnownTask, pauses: Sequence[Paused]) -> Iterator[Reason]:
+def _held_back(site: Site, task: KnownTask, pauses: Sequence[Paused]) -> Iterator[Reason]:
     """Yield what will hold it back, or does, when it is due."""
     name = shown.quoted(task.job or "")
     if task.job_state == "open":
@@ -165,6 +178,8 @@ def _held_back(task: KnownTask, pauses: Sequence[Paused]) -> Iterator[Reason]:
         if each.until is not None:
             end = f"and resume {shown.left(each.until)}"
         yield Reason(f"Tasks {whose} have been paused for {lasts}, {end}.", "pauses")
+    if task.due is not None and task.due > wall_clock.now() and task.queue in unserved(site):
+        yield Reason("At present, no worker takes from its queue.", "workers")
     if task.missing:
         yield Reason(
             f"The broker lacks {len(task.missing):,} queues of the levels and modules.", "health"
@@ -174,10 +189,10 @@ def _held_back(task: KnownTask, pauses: Sequence[Paused]) -> Iterator[Reason]:
 def _waits_on(task: KnownTask, held: Counts | None) -> str:
     """Return for what else a task may wait that is due."""
     if task.job:
-        return "If its job was open, it asks again within ten minutes after the commit."
+        return " If its job was open, it asks again within ten minutes after the commit."
     if held is not None and held.messages:
-        return f"If it was paused, it is one of {held.messages:,} tasks that are about to return."
-    return "If it was paused, it has returned from the queue of paused tasks."
+        return f" If it was paused, it is one of {held.messages:,} tasks that are about to return."
+    return ""
 
 
 def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
@@ -193,19 +208,20 @@ def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
     counts, held = found[task.queue], found[paused.name]
     if counts is None:
         yield Reason("It is due, but its queue does not exist.", "health")
+    elif not counts.messages:
+        holder = "a worker holds it until it has a free process, or " if counts.consumers else ""
+        yield Reason(
+            f"It is due, and its queue is empty: {holder}its message was lost."
+            f"{_waits_on(task, held)} Run now sends another message; one of the two runs.",
+            "health",
+        )
     elif not counts.consumers:
         yield Reason(
             f"It is due, but no worker takes from its queue. Messages in it: {counts.messages:,}; "
             "the option -Q of celery worker names the queues that it takes from."
         )
-    elif counts.messages:
+    else:
         yield Reason(
             "It is due, and the workers of its queue are busy. Messages in it: "
             f"{counts.messages:,}."
-        )
-    else:
-        yield Reason(
-            "It is due, and its queue is empty: it is about to arrive, or a worker holds it until "
-            f"it has a free process. {_waits_on(task, held)} Otherwise its message was lost.",
-            "health",
         )

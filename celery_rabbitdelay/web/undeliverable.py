@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -24,8 +22,9 @@ from celery_rabbitdelay.operations import undeliverable as read
 from celery_rabbitdelay.operations.mover import Place
 from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport
 from celery_rabbitdelay.web.asked import Asked, Wrong
+from celery_rabbitdelay.web.charts import DAY
 from celery_rabbitdelay.web.deciding import begin, named
-from celery_rabbitdelay.web.site import Site, Verb, Work, log_action
+from celery_rabbitdelay.web.site import Glance, Site, Verb, Work, log_action
 
 #: Seconds from one reading to the next, how many messages are read, and the bytes of a body that is
 #: kept.
@@ -37,8 +36,8 @@ SHOWN_BODY: Final = 2_000
 #: How many messages a page lists, and how many tasks and queues are proposed as filters.
 LISTED, MOST = 100, 20
 
-#: Seconds of a day.
-DAY: Final = 86_400
+#: Since which day messages are undeliverable: how many days ago it ended and began.
+DAYS: Final = {"today": (None, 0), "yesterday": (0, 1), "earlier": (1, None)}
 
 #: Why a redrive or a purge ends that somebody has stopped.
 STOPPED: Final = "stopped on the page"
@@ -50,7 +49,7 @@ ACTIONS: Final = {"redrive": Verb("redriving", "redriven"), "purge": Verb("delet
 ARGUMENTS: Final = frozenset({"argsrepr", "kwargsrepr"})
 
 #: The fields that choose messages.
-FILTERS: Final = ("task", "queue", "id", "reason", "older_than", "newer_than")
+FILTERS: Final = ("task", "queue", "id", "reason", "day", "older_than", "newer_than")
 
 
 class Kept(NamedTuple):
@@ -69,7 +68,7 @@ class Kept(NamedTuple):
     body: dict[str, Any]
 
 
-def _latest(site: Site) -> Reading[list[Kept]]:
+def _latest(site: Site, patience: float | None = None) -> Reading[list[Kept]]:
     """Return the oldest messages that could not be delivered."""
 
     def kept(connection: Connection) -> list[Kept]:
@@ -84,7 +83,14 @@ def _latest(site: Site) -> Reading[list[Kept]]:
             for number, each in enumerate(found, 1)
         ]
 
-    return site.latest("undeliverable", partial(site.ask, kept), PERIOD)
+    return site.latest("undeliverable", partial(site.ask, kept), PERIOD, patience)
+
+
+def reasons(site: Site, glance: Glance) -> Counter[str]:
+    """Return why messages could not be delivered, as far as they were read; nobody waits for it."""
+    counts = glance.status.backlog.others.get("undeliverable")
+    kept = _latest(site, patience=0).value if counts is not None and counts.messages else None
+    return Counter(each.message.found.reason for each in kept or ())
 
 
 def _name(found: read.UndeliverableMessage) -> str:
@@ -95,25 +101,22 @@ def _name(found: read.UndeliverableMessage) -> str:
 
 def undeliverable(asked: Asked) -> dict[str, object]:
     """Return why messages could not be delivered, and the first ones of those that match."""
-    reading, fields = _latest(asked.site), asked.fields
+    reading, wanted = _latest(asked.site), _filter(asked)
     kept = reading.value or []
-    wanted = _filter(asked)
+    days = [(day, _of_day(asked, wanted, day)) for day in DAYS]
     found = [each for each in kept if wanted.matches(each.message)]
     summary = read.UndeliverableSummary()
     for each in found:
         summary.add(each.message)
-    reasons = summary.by_count()
     return {
         "taken": reading.taken,
         "error": reading.error,
         "read": None if reading.value is None else len(kept),
         "count": summary.count,
-        "reasons": [
-            {**vars(each), "address": fields.address(reason=each.reason)} for each in reasons
-        ],
-        "tasks": asked.facet("task", _count(kept, replace(wanted, tasks=()), "tasks")),
-        "queues": asked.facet("queue", _count(kept, replace(wanted, queues=()), "queues")),
-        "days": [*_days(asked, kept, replace(wanted, older_than=None, newer_than=None))],
+        "reasons": [vars(each) for each in summary.by_count()],
+        "tasks": _count(kept, replace(wanted, tasks=()), "tasks"),
+        "queues": _count(kept, replace(wanted, queues=()), "queues"),
+        "days": {day: sum(of_day.matches(each.message) for each in kept) for day, of_day in days},
         "messages": [_listed(each) for each in found[:LISTED]],
         "shows_arguments": asked.site.options.shows_arguments,
     }
@@ -123,27 +126,6 @@ def _count(kept: list[Kept], wanted: read.UndeliverableFilter, name: str) -> dic
     """Return the tasks, or the queues, of the messages that match, the most frequent ones first."""
     contents = (read.Contents.of(each.message) for each in kept if wanted.matches(each.message))
     return dict(Counter(each for one in contents for each in getattr(one, name)).most_common(MOST))
-
-
-def _days(
-    asked: Asked, kept: list[Kept], wanted: read.UndeliverableFilter
-) -> Iterator[dict[str, object]]:
-    """Yield today, yesterday, and earlier, as a facet: how many messages came then."""
-    now = wall_clock.now().astimezone(asked.site.app.timezone)
-    today = int((now - now.replace(hour=0, minute=0, second=0, microsecond=0)).total_seconds())
-    present = asked.fields.get("older_than"), asked.fields.get("newer_than")
-    for name, older, newer in (
-        ("today", None, today),
-        ("yesterday", today, today + DAY),
-        ("earlier", today + DAY, None),
-    ):
-        ends = [None if each is None else timedelta(seconds=each) for each in (older, newer)]
-        then = replace(wanted, older_than=ends[0], newer_than=ends[1])
-        of_it = [None if each is None else f"{each}s" for each in (older, newer)]
-        is_on = [each is None for each in of_it] == [each is None for each in present]
-        address = asked.fields.address(older_than=of_it[0], newer_than=of_it[1])
-        count = sum(then.matches(each.message) for each in kept)
-        yield {"value": name, "count": count, "address": address, "is_on": is_on}
 
 
 def _listed(kept: Kept) -> dict[str, object]:
@@ -269,4 +251,14 @@ def _filter(asked: Asked) -> read.UndeliverableFilter:
     names = "task", "queue", "id", "reason"
     tasks, queues, ids, reasons = map(asked.fields.getlist, names)
     older, newer = asked.duration("older_than"), asked.duration("newer_than")
-    return read.UndeliverableFilter(tasks, queues, ids, reasons, older, newer)
+    found = read.UndeliverableFilter(tasks, queues, ids, reasons, older, newer)
+    day = asked.fields.one_of("day", (*DAYS, ""), "")
+    return _of_day(asked, found, day) if day else found
+
+
+def _of_day(asked: Asked, wanted: read.UndeliverableFilter, day: str) -> read.UndeliverableFilter:
+    """Return a filter with the age of messages that have been undeliverable since a day."""
+    now = wall_clock.now()
+    today = now.astimezone(asked.site.app.timezone).replace(hour=0, minute=0, second=0)
+    older, newer = (None if ago is None else now - (today - ago * DAY) for ago in DAYS[day])
+    return replace(wanted, older_than=older, newer_than=newer)

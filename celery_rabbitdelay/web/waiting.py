@@ -27,17 +27,9 @@ MOST_SEEN: Final = 10**9
 #: How many values of a term are counted, the most frequent ones.
 COUNTED: Final = 8
 
-#: The terms that are counted beside the list, the order of some values, and what stands for some.
+#: The terms that are counted beside the list, and the order of some values.
 FACETS: Final = ("state", "task", "queue", "due", "job")
 ORDERS: Final = {"state": ("overdue", "held", "job-open", "waiting"), "due": tuple(SOON)}
-LABELS: Final = {
-    "": "routed by an exchange",
-    "waiting": "on time",
-    "job-open": "job open",
-    "<1h": "now or within an hour",
-    "<1d": "now or within a day",
-    "<7d": "now or within a week",
-}
 
 #: How many jobs, the newest ones, are proposed.
 COMPLETED: Final = 50
@@ -106,7 +98,7 @@ def _facets(
             address = asked.fields.address(q=str(new), after=None, so_far=None)
             links.append(
                 {
-                    "value": LABELS.get(text, text),
+                    "value": text,
                     "count": counted.get(text),
                     "is_on": is_on,
                     "address": address if len(address) <= MOST_IN_ADDRESS else None,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from kombu import Queue
 
 from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.web.asked import Asked
-from celery_rabbitdelay.web.site import Site
+from celery_rabbitdelay.web.site import Answer, Site
 from celery_rabbitdelay.web.states import counted
 
 #: Seconds from one look at the queues that tasks wait for to the next, and how many are looked at.
@@ -19,14 +19,11 @@ UNSERVED_PERIOD, MOST_QUEUES = 10.0, 100
 
 _T = TypeVar("_T")
 
-#: The answer of a worker.
-Answer: TypeAlias = Mapping[str, Any]
-
 
 def workers(asked: Asked) -> dict[str, object]:
     """Return what each worker does, and the versions and settings that differ."""
     reading = asked.site.workers()
-    answers = {} if reading.value is None else dict(sorted(reading.value.status.workers.items()))
+    answers = dict(sorted((reading.value or {}).items()))
     return {
         "taken": reading.taken,
         "error": reading.error,

@@ -2,19 +2,42 @@
 --
 -- KEYS  the kinds of one hash tag
 -- ARGV  when the oldest task was due that still counts as waiting; how many kinds are counted at most, those
---       with the most tasks; then instants
+--       with the most tasks; an instant; then instants, in their order
 -- Returns {tasks of the kinds that were left out, kinds}, and of each kind: itself, how many tasks of it
--- wait, when the first was due or will be, when the first is due that is due at the first instant or later
--- (each empty for none), how many are cancelled whose messages are not due at the first instant, and how
--- many are due before each instant.
+-- wait, when the first was due or will be, when the first is due that is due at the instant or later (each
+-- empty for none), how many are cancelled whose messages are not due at the instant, and how many are due
+-- before each of the other instants.
 
 -- When the first task is due that is due at an instant or later.
 local function due_from(key, instant)
   return redis.call('ZRANGEBYSCORE', key, instant, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2] or ''
 end
 
-local function call(known, least_ms, most, ...)
+-- Return how many are due before each instant. Where nothing is due for a while, none is counted in between.
+local function due_before(key, least, instants)
+  local counts = {}
+  local function count(at)
+    counts[at] = counts[at] or redis.call('ZCOUNT', key, least, '(' .. instants[at])
+    return counts[at]
+  end
+  local function fill(first, last)
+    if count(first) == count(last) then
+      for at = first + 1, last - 1 do
+        counts[at] = counts[first]
+      end
+    elseif last - first > 1 then
+      local middle = math.floor((first + last) / 2)
+      fill(first, middle)
+      fill(middle, last)
+    end
+  end
+  fill(1, #instants)
+  return counts
+end
+
+local function call(known, least_ms, most, start_ms, ...)
   local tag, least, instants, kinds = tag_of(known), string.format('%.0f', least_ms), {}, {}
+  local start = string.format('%.0f', start_ms)
   for at, instant in ipairs({...}) do
     instants[at] = string.format('%.0f', instant)
   end
@@ -37,10 +60,8 @@ local function call(known, least_ms, most, ...)
       left_out = left_out + total
     else
       local counts = {kind, redis.call('ZCOUNT', key, least, '+inf'), due_from(key, least),
-        due_from(key, instants[1]), redis.call('ZCOUNT', cancelled, instants[1], '+inf')}
-      for _, instant in ipairs(instants) do
-        table.insert(counts, redis.call('ZCOUNT', key, least, '(' .. instant))
-      end
+        due_from(key, start), redis.call('ZCOUNT', cancelled, start, '+inf'),
+        due_before(key, least, instants)}
       counted[#counted + 1] = counts
     end
   end

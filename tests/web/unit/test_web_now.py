@@ -27,7 +27,7 @@ EDGES = [START + timedelta(minutes=each) for each in range(3)]
 
 MAIL, EXPORT = Kind("mail.send", "mail"), Kind("export", "")
 
-NOTHING_DUE = Due(Counter(), None, {}, {})
+NOTHING_DUE = Due(Counter(), {}, {}, {})
 
 
 def counts(
@@ -81,7 +81,7 @@ def test_a_task_of_an_open_job_is_held_by_a_pause_first_and_never_overdue() -> N
     told = holds.due([late(MAIL, 6, early), late(bulk, 3, early), late(EXPORT, 1, many)])
     assert told == Due(
         Counter({MAIL: 2, EXPORT: 1}),
-        many,
+        {EXPORT: many},
         {paused: Counter({bulk: 3})},
         {"import": Counter({MAIL: 4})},
     )
@@ -132,23 +132,36 @@ def test_the_minutes_of_workers_are_put_in_order_and_missing_ones_are_empty() ->
     assert now._by_minute(answers, "by_minute")[-3:] == [[1], [0.5], [7]]
 
 
+#: A worker that answers.
+ONE_WORKER = Reading[dict[str, Any]]({"shop@a": {}})
+
+
 def look(**more: Any) -> Reading[Glance]:
-    """Return a look at queues and workers: all is well unless it says otherwise."""
+    """Return a look at the queues: all is well unless it says otherwise."""
     others = {"distribution": Counts(0, 2), "undeliverable": Counts(0, 0)}
-    status = Status(0.0, Backlog({}, {}, others, ()), {"shop@a": {}})
+    status = Status(0.0, Backlog({}, {}, others, ()), {})
     return Reading(Glance(status._replace(**more), {}), wall_clock.now())
 
 
 def words(
     queues: Reading[Glance] | None = None,
-    workers: Reading[Glance] | None = None,
+    workers: Reading[dict[str, Any]] | None = None,
     due: Due = NOTHING_DUE,
     registry_error: str | None = None,
     found: Verification | None = None,
     unserved: Sequence[str] = (),
+    reasons: Sequence[str] = (),
 ) -> list[tuple[str, str, str]]:
     """Return the severity, the words and what is concerned."""
-    told = problems(queues or look(), workers or look(), registry_error, due, found, unserved)
+    told = problems(
+        queues or look(),
+        workers or ONE_WORKER,
+        registry_error,
+        due,
+        found,
+        unserved,
+        Counter(reasons),
+    )
     assert all(isinstance(each, Problem) for each in told)
     return [(each.severity, each.words, each.about) for each in told]
 
@@ -171,11 +184,13 @@ def test_what_servers_and_workers_say_is_known_without_the_management_api() -> N
         ("danger", "No worker serves distribution: tasks that are due stand still", ""),
         ("warning", "1 message is undeliverable", ""),
     ]
+    (_, _, undeliverable) = words(look(backlog=lost), reasons=("full", "lost", "lost"))
+    assert undeliverable[1:] == ("1 message is undeliverable:", "lost and 1 more")
     ((_, blocked, _),) = words(look(is_blocked=True))
     assert blocked.startswith("RabbitMQ blocks publishers")
     assert words(registry_error="away") == [("danger", "Redis cannot be asked", "away")]
     nobody = [("danger", "No worker answers", "")]
-    assert words(workers=look(workers={}), unserved=("mail",)) == nobody
+    assert words(workers=Reading({}), unserved=("mail",)) == nobody
     assert words(unserved=("mail", "bulk")) == [
         ("danger", "No worker takes from queue", "mail and 1 more")
     ]
@@ -183,7 +198,7 @@ def test_what_servers_and_workers_say_is_known_without_the_management_api() -> N
         ("danger", "The workers cannot be asked", "no reply")
     ]
     probes = {"late": {"hours": 75.0, "days": 0.2}, "missing": {}}
-    assert words(workers=look(workers={"a": {PROBE: probes}, "b": {"error": "?"}})) == [
+    assert words(workers=Reading({"a": {PROBE: probes}, "b": {"error": "?"}})) == [
         ("danger", "A probe is missing or late by 1 min 15 s", "hours"),
         ("warning", "A worker cannot tell how it is", "b"),
     ]
@@ -195,23 +210,28 @@ def test_tasks_that_are_due_are_named_with_what_holds_them() -> None:
         Paused("mail.send", None, since): Counter({MAIL: 1}),
         Paused(None, "bulk", since, since + timedelta(hours=1)): Counter[Kind](),
     }
-    due = Due(Counter({EXPORT: 2, MAIL: 1}), since, pauses, {"import 1": Counter({EXPORT: 4})})
-    found = problems(look(), look(), None, due, None, ["mail"])
+    firsts = {EXPORT: since, MAIL: since - timedelta(minutes=1)}
+    due = Due(Counter({EXPORT: 2, MAIL: 1}), firsts, pauses, {"import 1": Counter({EXPORT: 4})})
+    found = problems(look(), ONE_WORKER, None, due, None, ["mail"], Counter())
     assert [f"{each.words} {each.about}{each.rest}" for each in found] == [
-        (
-            "3 tasks overdue: export and 1 more; no worker takes from queue mail"
-            "; the first was due 3 min ago"
-        ),
-        "1 task held: task mail.send is paused (3 min ago)",
-        "0 tasks held: queue bulk is paused (3 min ago, resumes in 57 min)",
+        "1 task overdue: mail.send; no worker takes from queue mail; the first was due 4 min ago",
+        "2 tasks overdue: export; the first was due 3 min ago",
+        "Paused, 1 task held: task mail.send (since 3 min ago)",
+        "Paused, 0 tasks held: queue bulk (since 3 min ago, resumes in 57 min)",
         "4 tasks held until job import 1 is committed",
     ]
-    assert [each.page for each in found] == ["waiting", "pauses", "pauses", "jobs/one"]
-    assert [each.fields for each in found] == ["q=state:overdue", "", "", "name=import+1"]
+    assert [each.page for each in found] == ["waiting", "waiting", "pauses", "pauses", "jobs/one"]
+    assert [each.fields for each in found] == [
+        "q=state%3Aoverdue+task%3Amail.send",
+        "q=state%3Aoverdue+task%3Aexport",
+        *("", "", "name=import+1"),
+    ]
     due = due._replace(
         overdue=Counter({EXPORT: 1}), jobs={"a": Counter({MAIL: 2}), "b": Counter({MAIL: 1})}
     )
-    unserved, overdue, *_, of_jobs = problems(look(), look(), None, due, None, ["mail"])
+    unserved, overdue, *_, of_jobs = problems(
+        look(), ONE_WORKER, None, due, None, ["mail"], Counter()
+    )
     assert [unserved.about, overdue.about] == ["mail", "export"]
     assert (of_jobs.page, of_jobs.about) == ("jobs", "a and 1 more")
 
