@@ -173,8 +173,7 @@ def encoded(properties: Mapping[str, object]) -> bytes:
         elif kind == "o":
             parts.append(_BYTE.pack(value))
         elif type(value) is dict:
-            table = _entries(value)
-            parts += len(table).to_bytes(_SIZE, "big"), table
+            parts.append(_item(value)[1:])
         else:
             parts.append(dumps(kind, (value,)))
     parts[0] = flags.to_bytes(2, "big")
@@ -216,14 +215,6 @@ def short_string(text: str | bytes) -> bytes:
 _short_name: Final = lru_cache(maxsize=512)(short_string)
 
 
-def _entries(headers: Mapping[str, object]) -> bytes:
-    """Return headers as bytes, without the size that stands before them."""
-    entries = []
-    for name, value in headers.items():
-        entries.append(_short_name(name) + _item(value))
-    return b"".join(entries)
-
-
 def _item(value: Any) -> bytes:
     """Return a header's value as bytes, behind its type."""
     kind = type(value)
@@ -235,9 +226,12 @@ def _item(value: Any) -> bytes:
     if kind is int:
         is_long = abs(value) > _MAX_INT
         return _LONG.pack(b"L", value) if is_long else _INT.pack(b"I", value)
-    if kind is list or kind is dict:
-        inner: bytes = _entries(value) if kind is dict else b"".join(map(_item, value))
-        return _SIZED.pack(b"A" if kind is list else b"F", len(inner)) + inner
+    if kind is list:
+        inner = b"".join(map(_item, value))
+        return _SIZED.pack(b"A", len(inner)) + inner
+    if kind is dict:
+        inner = b"".join([_short_name(name) + _item(each) for name, each in value.items()])
+        return _SIZED.pack(b"F", len(inner)) + inner
     entry: bytes = dumps("F", ({"": value},))
     return entry[_SIZE + 1 :]
 
@@ -262,9 +256,9 @@ class SharedProperties:
             marked["correlation_id"] = _MARK
         self._before, behind = encoded(marked).split(dumps("F", (_MARKED,)))
         self._between, _, self._behind = behind.partition(dumps("s", (_MARK,)))
-        self._table = _entries(headers)
+        self._table = _item({**headers})[1 + _SIZE :]
 
-    def encode(self, headers: Mapping[str, object], correlation_id: str | None = None) -> bytes:
+    def encode(self, headers: dict[str, object], correlation_id: str | None = None) -> bytes:
         """Return the properties of one message.
 
         Args:
@@ -275,7 +269,7 @@ class SharedProperties:
             amqp.exceptions.FrameSyntaxError: AMQP has no type for one of the headers.
             struct.error: A number is too large, or a text too long, for its field.
         """
-        table = self._table + _entries(headers)
+        table = self._table + _item(headers)[1 + _SIZE :]
         parts = self._before, len(table).to_bytes(_SIZE, "big"), table, self._between
         own_id = b"" if correlation_id is None else short_string(correlation_id)
         return b"".join((*parts, own_id, self._behind))
