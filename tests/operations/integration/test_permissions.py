@@ -355,10 +355,11 @@ ACTIONS: dict[str, Callable[[Acting], object]] = {
 def rows_of_page() -> dict[str, list[str]]:
     """Return the actions of each user in the page's table."""
     found, users = {}, {told: user for user, told in USERS.items()}
-    for line in PAGE.read_text().partition("| it runs |")[2].partition("\n\n")[0].splitlines()[2:]:
+    for line in PAGE.read_text().partition("| runs |")[2].partition("\n\n")[0].splitlines()[2:]:
         role, mode, actions, *_ = (cell.strip() for cell in line.strip("|").split("|"))
         user = users[role.removesuffix(" client"), mode.strip('`"')]
         found[user] = re.findall("`(.*?)`", actions)
+    assert found.keys() == USERS.keys()
     return found
 
 

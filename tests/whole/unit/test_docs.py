@@ -31,7 +31,7 @@ KINDS = ("digits", "meditation", "check-in", "distribution", "undeliverable", "p
 
 
 def test_the_table_of_senders_names_files_of_tests() -> None:
-    page = (DOCS / "reference" / "senders.md").read_text()
+    page = (TESTS / "senders.md").read_text()
     files = re.findall(r"`(\w+/(?:integration|unit)/test_\w+\.py)` \|$", page, re.MULTILINE)
     assert len(files) > 30
     assert [file for file in files if not (TESTS / file).is_file()] == []
