@@ -284,8 +284,9 @@ class EarlyMessages:
             what: Says what it is, for the log.
         """
         now_ms = wall_clock.ms()
-        by_ms = early_ms(headers, now_ms, self._tolerated_ms)
-        if by_ms is None:
+        by_ms = (headers.due_ms or 0) - now_ms
+        # Nothing is tolerated if it was put back before for only a part of its delay.
+        if by_ms <= (0 if headers.early.until_ms else self._tolerated_ms):
             return None
         if not headers.early.expects(now_ms, self._tolerated_ms):
             self._on_early()
@@ -331,21 +332,6 @@ def waiting_on(
         times=early.times + 1, until_ms=0 if at_ms == message.headers.due_ms else at_ms
     )
     return message.saying(early=again), Due.until(at_ms)
-
-
-def early_ms(headers: DelayHeaders, now_ms: int, tolerated_ms: int = 0) -> int | None:
-    """Return how many milliseconds early a message is; None if it is not, or is by too little.
-
-    Args:
-        headers: The message's headers.
-        now_ms: The time in milliseconds since 1970-01-01 UTC.
-        tolerated_ms: How many milliseconds early it may be, for clocks that differ; none if it was
-            put back before for only a part of its delay.
-    """
-    if headers.due_ms is None:
-        return None
-    by_ms = headers.due_ms - now_ms
-    return by_ms if by_ms > (0 if headers.early.until_ms else tolerated_ms) else None
 
 
 def pause_ms(by_ms: int, topology: Topology) -> int:
@@ -444,8 +430,8 @@ class Redelivery:
             waiting = left.with_low_priority()
             if left.headers.signature is not None or left.headers.priority is not None:
                 waiting = waiting._replace(headers=left.headers)
-        by_ms = early_ms(left.headers, wall_clock.ms())
-        if by_ms is not None:
+        by_ms = (left.headers.due_ms or 0) - wall_clock.ms()
+        if by_ms > 0:
             pause = Due.after(pause_ms(by_ms, self.topology) / _MS_PER_S)
             return into_levels(self.topology, waiting, pause, destination)
         failures, reasons, due = self._again(left.headers.failures, reason)
