@@ -120,8 +120,6 @@ class Server:
                 fields = [*asked.fields.multi_items(), *form.multi_items()]
                 asked = replace(asked, fields=Fields(fields))
             told = await run_in_threadpool(_shown, page, asked)
-            if isinstance(told, Response):
-                return told
             if _is_api(request):
                 return _json(told)
             if "see" in told:
@@ -257,7 +255,7 @@ class Server:
         )
 
 
-def _shown(page: Page, asked: Asked) -> dict[str, object] | Response:
+def _shown(page: Page, asked: Asked) -> dict[str, object]:
     try:
         return page.view(asked)
     except AWAY as error:

@@ -74,23 +74,15 @@ def job(asked: Asked) -> dict[str, object]:
     }
 
 
-def open_job(asked: Asked) -> dict[str, object]:
-    """Open a job: the tasks that are sent with it wait until it is committed."""
-    expires = asked.duration("expires")
-    if not expires:
-        raise Wrong("expires", "takes the time until it is aborted unless it is committed: 1h30m")
-    return change_job("open_job", "opened", asked, expires=expires)
-
-
-def change_job(method: str, what: str, asked: Asked, **options: object) -> dict[str, object]:
-    """Change the job of a name: open, commit or abort it."""
+def change_job(method: str, what: str, asked: Asked) -> dict[str, object]:
+    """Change the job of a name: commit or abort it."""
     name = asked.fields.needed("name")
     try:
-        getattr(asked.with_registry, method)(name, **options)
+        getattr(asked.with_registry, method)(name)
     except JobClosed as closed:
         raise HTTPException(409, str(closed)) from closed
     log_action(asked.user, f"{what} the job", 1, name)
-    return {**job(asked), "see": f"jobs/one?{asked.fields.address(token=None, expires=None)}"}
+    return {**job(asked), "see": f"jobs/one?{asked.fields.address(token=None)}"}
 
 
 def pauses(asked: Asked) -> dict[str, object]:

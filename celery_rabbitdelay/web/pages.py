@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
-from starlette.responses import Response
-
 from celery_rabbitdelay.schedules.schedules import Schedules
 from celery_rabbitdelay.web import (
     deciding,
@@ -22,8 +20,8 @@ from celery_rabbitdelay.web import (
 )
 from celery_rabbitdelay.web.asked import Asked
 
-#: Returns what a page and its JSON show; or a file. It may block; it is called in a thread.
-View: TypeAlias = Callable[[Asked], dict[str, object] | Response]
+#: Returns what a page and its JSON show. It may block; it is called in a thread.
+View: TypeAlias = Callable[[Asked], dict[str, object]]
 
 
 class Page(NamedTuple):
@@ -32,7 +30,7 @@ class Page(NamedTuple):
     Attributes:
         path: Its path, without a slash before it.
         view: Returns what it shows.
-        title: Its title; empty for a file, and for an action that leads to another page.
+        title: Its title; empty for an action that leads to another page.
         template: The name of its template, without ``.html``; empty likewise.
         in_menu: Whether it stands in the menu.
         refresh: Seconds after which a page that is open is refreshed; 0 for never.
@@ -66,13 +64,11 @@ PAGES: Final = (
     Page("work", deciding.work, "Running actions", "work", refresh=1),
     _action("work/stop", deciding.stop),
     _in_menu("undeliverable", undeliverable.undeliverable, "Undeliverable", "undeliverable"),
-    Page("undeliverable/export", undeliverable.export),
     Page("undeliverable/message", undeliverable.message, "Message", "message"),
     Page("undeliverable/all", undeliverable.confirm, "All that match", "undeliverable_confirm"),
     _action("undeliverable/decide-all", undeliverable.decide),
     _in_menu("jobs", holding.jobs, "Jobs", "jobs"),
     Page("jobs/one", holding.job, "Job", "job"),
-    _action("jobs/open", holding.open_job),
     _action("jobs/commit", partial(holding.change_job, "commit_job", "committed")),
     _action("jobs/abort", partial(holding.change_job, "abort_job", "aborted")),
     _in_menu("pauses", holding.pauses, "Pauses", "pauses", refresh=5),

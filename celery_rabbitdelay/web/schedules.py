@@ -85,7 +85,7 @@ def _known(asked: Asked) -> Schedule:
 
 
 def edit(asked: Asked) -> dict[str, object]:
-    """Let a schedule be due at other times, or be paused; its task and arguments stay."""
+    """Let a schedule be due at other times; its task and arguments stay."""
     fields = asked.fields
     changed: dict[str, object] = {}
     lines = "\n".join(fields.getlist("when")).splitlines()
@@ -93,8 +93,6 @@ def edit(asked: Asked) -> dict[str, object]:
         changed["when"] = rules
     if "timezone" in fields:
         changed["timezone"] = fields.needed("timezone").strip()
-    if "paused" in fields:
-        changed["paused"] = fields.one_of("paused", ("yes", "no"), "no") == "yes"
     found = _known(asked)
     if not found.task:
         raise HTTPException(409, "Redis has lost the task: the application has to put it again.")

@@ -1,9 +1,8 @@
-"""The page Undeliverable: messages by reason, one message's story; export, redrive and purge."""
+"""The page Undeliverable: messages by reason, one message's story; redrive and purge."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any, Final, NamedTuple
 from kombu import Connection
 from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
 from celery_rabbitdelay.levels import wall_clock
@@ -24,7 +22,7 @@ from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport
 from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.charts import DAY
 from celery_rabbitdelay.web.deciding import begin, named
-from celery_rabbitdelay.web.site import Glance, Site, Verb, Work, log_action
+from celery_rabbitdelay.web.site import Glance, Site, Verb, Work
 
 #: Seconds from one reading to the next, how many messages are read, and the bytes of a body that is
 #: kept.
@@ -118,7 +116,6 @@ def undeliverable(asked: Asked) -> dict[str, object]:
         "queues": _count(kept, replace(wanted, queues=()), "queues"),
         "days": {day: sum(of_day.matches(each.message) for each in kept) for day, of_day in days},
         "messages": [_listed(each) for each in found[:LISTED]],
-        "shows_arguments": asked.site.options.shows_arguments,
     }
 
 
@@ -155,23 +152,6 @@ def message(asked: Asked) -> dict[str, object]:
             text = body["text"] if body["text"] is not None else body.get("base64")
             return {"message": {**record, "body": text, "name": name}}
     raise HTTPException(404, "This message is not among those that were read: it may have left.")
-
-
-def export(asked: Asked) -> Response:
-    """Return the messages that match, with their headers and the beginning of their bodies.
-
-    It is a file with a line of JSON for each message.
-    """
-    if not asked.site.options.shows_arguments:
-        raise HTTPException(403, "Bodies are hidden: the option shows_arguments shows them.")
-    wanted, reading = _filter(asked), _latest(asked.site)
-    if reading.value is None:
-        raise HTTPException(503, f"The broker cannot be asked: {reading.error}")
-    found = [each for each in reading.value if wanted.matches(each.message)]
-    log_action(asked.user, "exported undeliverable messages", len(found))
-    text = "".join(f"{json.dumps(_record(asked, each))}\n" for each in found)
-    headers = {"Content-Disposition": 'attachment; filename="undeliverable.jsonl"'}
-    return Response(text, media_type="application/x-ndjson", headers=headers)
 
 
 def _record(asked: Asked, kept: Kept) -> dict[str, Any]:
