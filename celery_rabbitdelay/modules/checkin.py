@@ -36,11 +36,11 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import NESTED_HEADERS, DelayHeaders, shortened
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution, into_levels
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_destination
 from celery_rabbitdelay.modules.limits import check_delay, check_depth, where_in_words
 from celery_rabbitdelay.publishing.kombu_internals import may_be_decoded
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
-from celery_rabbitdelay.publishing.signature import SigningKeys
+from celery_rabbitdelay.publishing.signature import SigningKeys, signed
 
 #: The signatures that follow a task; in protocol 2, the members of the last part of its body.
 FOLLOWING: Final = ("callbacks", "errbacks", "chain", "chord")
@@ -308,7 +308,9 @@ class CheckIn:
             return Outgoing(exchange, routing_key, sent)
         check_delay(header_names.X_DELAY, delay_ms, delay_ms)
         due = Due(wall_clock.ns() + delay_ms * NS_PER_MS, delay_ms)
-        return for_distribution(self.topology, sent, due, exchange, routing_key, self.signing_keys)
+        outgoing = Outgoing(exchange, routing_key, sent)
+        waiting = with_destination(outgoing, due_ms=due.at_ms).with_low_priority()
+        return into_levels(self.topology, signed(waiting, self.signing_keys), due)
 
     def _check_destination(self, exchange: str, routing_key: str) -> None:
         if not exchange and not routing_key:

@@ -162,28 +162,6 @@ def delayed_task(message: amqp.Message, destination: Destination, due_ms: int) -
     return WaitingMessage.of(message, said).having(expiration=None)
 
 
-def for_distribution(
-    topology: Topology,
-    message: WaitingMessage,
-    due: Due,
-    exchange: str,
-    routing_key: str,
-    signing_keys: SigningKeys | None,
-) -> Outgoing:
-    """Return what to publish so that distribution sends a message on when it is due.
-
-    Args:
-        topology: The levels.
-        message: The message, with the headers that its consumer is to see.
-        due: When it is due.
-        exchange: The exchange that it goes to then.
-        routing_key: Its routing key.
-        signing_keys: What signs it; None: nothing does.
-    """
-    waiting = with_destination(Outgoing(exchange, routing_key, message), due_ms=due.at_ms)
-    return into_levels(topology, signed(waiting.with_low_priority(), signing_keys), due)
-
-
 def encoded(outgoing: Outgoing, frame_max: int) -> Content:
     """Return a message as AMQP writes it, persistent.
 
