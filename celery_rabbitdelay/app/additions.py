@@ -85,7 +85,7 @@ BUILT_IN: Final = (
         worker_steps=(f"{_REGISTRY}.bootsteps:ReturnPaused",),
         commands={
             f"{_REGISTRY}.commands": (
-                *("cancel", "job", "pause", "pending", "postpone", "resume", "run-now"),
+                *("cancel", "job", "pause", "pending", "postpone", "resume"),
                 "show",
             )
         },

@@ -124,7 +124,7 @@ def _left(due: datetime) -> str:
     return duration_text(max(int((due - wall_clock.now()).total_seconds()), 0) * 1000)
 
 
-#: A hint that follows the outcome of an unknown id, in commands with the option --also-future.
+#: A hint that follows the outcome of an unknown id.
 HINT: Final = "; if it is not tracked, or will be sent later, say --also-future"
 
 _also_future: Final = click.option(
@@ -140,16 +140,13 @@ _meant: Final = shared.options(
 )
 
 
-def _decide(
-    tasks: Sequence[str], key: str | None, method: str, hint: str = HINT, **options: object
-) -> None:
+def _decide(tasks: Sequence[str], key: str | None, method: str, **options: object) -> None:
     """Decide about tasks, by their ids or by their key, and print the outcomes.
 
     Args:
         tasks: The ids.
         key: The key, instead of ids.
         method: The method of the application's delays that decides.
-        hint: What follows the outcome of an unknown id.
         **options: The arguments of the method.
     """
     if bool(tasks) == (key is not None):
@@ -160,7 +157,7 @@ def _decide(
             outcomes = {key: decide(key=key)}
         else:
             outcomes = {task: decide(task) for task in tasks}
-    hints = {Outcome.UNKNOWN: hint if key is None else ""}
+    hints = {Outcome.UNKNOWN: HINT if key is None else ""}
     shared.answer(
         {"outcomes": {name: each.value for name, each in outcomes.items()}},
         (f"{name}: {WORDS[each]}{hints.get(each, '')}" for name, each in outcomes.items()),
@@ -205,13 +202,6 @@ def cancel(
         {"count": count, "cancelled": cancelled, "dry_run": dry_run},
         [f"{count:,} would be cancelled" if dry_run else f"{cancelled:,} cancelled"],
     )
-
-
-@shared.command()
-@_meant
-def run_now(tasks: tuple[str, ...], key: str | None) -> None:
-    """Let tracked tasks that wait run now, by their ids or by their key."""
-    _decide(tasks, key, "postpone", hint="", delay=0, also_future=False)
 
 
 @shared.command()

@@ -126,18 +126,20 @@ def test_what_nobody_knows_is_unknown_and_leaves_no_record_unless_asked(
     assert (asked.exit_code, shop.rabbitdelay.show(name) is None) == (0, False)
 
 
-def test_tracked_tasks_run_now(shop: Any, configuration: dict[str, Any]) -> None:
+def test_tracked_tasks_are_postponed_to_now(shop: Any, configuration: dict[str, Any]) -> None:
     key = f"order:{uuid4().hex}"
     by_id, by_key = send(shop, 3600), send(shop, 3600, key=key)
     untracked = shop.tasks["look"].apply_async(delay=3600, key=f"other:{key}").id
-    assert invoke(shop, f"run-now {by_id}").stdout == f"{by_id}: done\n"
-    assert answer(shop, f"run-now --key {key}", "outcomes") == {"outcomes": {key: "done"}}
-    refused = invoke(shop, f"run-now {untracked}")
+    assert invoke(shop, f"postpone --delay 0 {by_id}").stdout == f"{by_id}: done\n"
+    assert answer(shop, f"postpone --delay 0 --key {key}", "outcomes") == {
+        "outcomes": {key: "done"}
+    }
+    refused = invoke(shop, f"postpone --delay 0 {untracked}")
     assert ("cannot run earlier" in refused.stderr, refused.exit_code) == (True, 1)
     with Worker(configuration):
         for each in (by_id, by_key):
             assert shop.AsyncResult(each).get(timeout=PATIENCE)
-        late = invoke(shop, f"run-now {by_id}")
+        late = invoke(shop, f"postpone --delay 0 {by_id}")
     assert late.stdout == f"{by_id}: it has arrived at a worker already\n"
     assert late.exit_code == 1
 

@@ -24,7 +24,7 @@ AWAY = "amqp://guest:secret@127.0.0.1:1//"
 LEAST: dict[str | None, tuple[str, ...]] = {
     "Error: the registry cannot be used: ": (
         *("cancel some-id", "job show some-job", "pause --task some-task", "pending"),
-        *("postpone some-id --delay 5", "resume --task some-task", "run-now some-id"),
+        *("postpone some-id --delay 5", "resume --task some-task"),
         "show some-id",
         *("schedules delete some-name", "schedules list"),
         *("schedules next some-name", "schedules pause some-name", "schedules put-beat"),
