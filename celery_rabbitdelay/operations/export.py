@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
 from typing import Final
@@ -116,21 +116,12 @@ def _table(entries: Mapping[str, object]) -> str:
     return f"{{\n{lines}\n  }}"
 
 
-#: What writes each format, given the topology and the name of the virtual host.
-FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
-    "terraform": as_terraform,
-    "definitions": lambda topology, vhost: (
-        f"{json.dumps(definitions(topology, vhost), indent=2)}\n"
-    ),
-}
-
-
 @shared.command()
 @click.option(
     "-f",
     "--format",
     "format_name",
-    type=click.Choice(list(FORMATS)),
+    type=click.Choice(("terraform", "definitions")),
     required=True,
     help="A Terraform module, or a definitions file for RabbitMQ.",
 )
@@ -140,7 +131,10 @@ def export(format_name: str, vhost: str | None, **options: object) -> None:
     """Print the topology in another format. No broker is asked, and nothing is declared."""
     topology = shared.topology(options)
     host = shared.app().connection_for_write().virtual_host or "/" if vhost is None else vhost
-    text = FORMATS[format_name](topology, host)
+    if format_name == "terraform":
+        text = as_terraform(topology, host).removesuffix("\n")
+    else:
+        text = json.dumps(definitions(topology, host), indent=2)
     found = {
         "format": format_name,
         "prefix": topology.prefix,
@@ -150,4 +144,4 @@ def export(format_name: str, vhost: str | None, **options: object) -> None:
         "capacity_ms": topology.layout.capacity_ms,
         "text": text,
     }
-    shared.answer(found, [text.removesuffix("\n")])
+    shared.answer(found, [text])
