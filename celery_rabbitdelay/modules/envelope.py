@@ -23,7 +23,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
@@ -97,44 +97,23 @@ class Item(NamedTuple):
         return {name: both[name] for name in _PROPERTIES if name in both}
 
 
-class Envelope(NamedTuple):
-    """Messages with what they share.
+def packed(
+    items: Iterable[Item],
+    headers: Mapping[str, object] = {},
+    properties: Mapping[str, object] = {},
+) -> bytes:
+    """Return the body of a message that holds messages.
 
-    Attributes:
+    Args:
         items: The messages.
         headers: The headers that all of them have.
         properties: The AMQP message properties that all of them have.
+
+    Raises:
+        InvalidEnvelope: There are too many bytes, or a header cannot be written as JSON.
     """
-
-    items: tuple[Item, ...]
-    headers: Mapping[str, object] = {}
-    properties: Mapping[str, object] = {}
-
-    def pack(self) -> bytes:
-        """Return the body of a message that holds all of these.
-
-        Raises:
-            InvalidEnvelope: There are too many, or a header cannot be written as JSON.
-        """
-        if len(self.items) > MAX_ENVELOPE_MESSAGES:
-            raise InvalidEnvelope(
-                f"{len(self.items)} messages are more than {MAX_ENVELOPE_MESSAGES}"
-            )
-        blocks = [shared_block(self.headers, self.properties)]
-        blocks += [item.length_prefixed() for item in self.items]
-        return compressed(b"".join(blocks))
-
-    @classmethod
-    def unpack(cls, body: bytes) -> Envelope:
-        """Read the body of a message.
-
-        At most :data:`MAX_ENVELOPE_BYTES` are decompressed.
-
-        Raises:
-            InvalidEnvelope: It cannot be read, or exceeds a limit.
-        """
-        opened = OpenedEnvelope(body)
-        return cls(tuple(opened), opened.headers, opened.properties)
+    blocks = (item.length_prefixed() for item in items)
+    return compressed(shared_block(headers, properties) + b"".join(blocks))
 
 
 class OpenedEnvelope:

@@ -32,7 +32,7 @@ from celery_rabbitdelay.levels.topology import CHECK_IN, Topology
 from celery_rabbitdelay.modules import limits
 from celery_rabbitdelay.modules.checkin import checked_task
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import Envelope
+from celery_rabbitdelay.modules.envelope import OpenedEnvelope, packed
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.limits import AllowedDestinations
 from celery_rabbitdelay.operations.conversion import routed
@@ -261,7 +261,7 @@ class Redriving:
         """Return an envelope as it is redriven; check where distribution publishes from it."""
         if self.to is not None:
             try:
-                body = _redirected(Envelope.unpack(message.body)).pack()
+                body = _redirected(OpenedEnvelope(message.body))
             except exceptions.InvalidEnvelope as invalid:
                 raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
             message = message._replace(body=body).saying(exchange="", routing_key=self.to)
@@ -293,15 +293,15 @@ def _refuse_unreadable(message: amqp.Message, headers: Headers) -> None:
     header_names.refuse_sender_selected(headers)
 
 
-def _redirected(envelope: Envelope) -> Envelope:
-    """Return an envelope whose messages name no destination of their own."""
+def _redirected(envelope: OpenedEnvelope) -> bytes:
+    """Return the body of an envelope whose messages name no destination of their own."""
     names = (header_names.EXCHANGE, header_names.ROUTING_KEY)
 
     def without(given: Headers) -> dict[str, object]:
         return {name: value for name, value in given.items() if name not in names}
 
-    items = tuple(item._replace(headers=without(item.headers)) for item in envelope.items)
-    return Envelope(items, without(envelope.headers), envelope.properties)
+    items = (item._replace(headers=without(item.headers)) for item in envelope)
+    return packed(items, without(envelope.headers), envelope.properties)
 
 
 def redriving_for(

@@ -25,7 +25,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE, later_version, shortened
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.envelope import Envelope
+from celery_rabbitdelay.modules.envelope import OpenedEnvelope
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.operations.mover import Destinations, Moved, Mover, Place, Stay, counted_as
 from celery_rabbitdelay.operations.reasons import Undeliverable, examine
@@ -144,8 +144,8 @@ class Contents:
         content_type = message.properties.get("content_type")
         if content_type == ENVELOPE and later_version(headers, content_type) is None:
             with suppress(Exception):  # anybody may have written it
-                envelope = Envelope.unpack(message.body)
-                inner = [{**envelope.headers, **item.headers} for item in envelope.items]
+                envelope = OpenedEnvelope(message.body)
+                inner = [{**envelope.headers, **item.headers} for item in envelope]
                 tasks, ids = (
                     _texts(*(each.get(name) for each in inner)) for name in ("task", "id")
                 )

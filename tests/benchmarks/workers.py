@@ -20,7 +20,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.modules.envelope import Envelope, Item
+from celery_rabbitdelay.modules.envelope import Item, packed
 from celery_rabbitdelay.publishing.message import Content, WaitingMessage
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
@@ -76,7 +76,7 @@ def modules(*, rounds: int = 3, messages: int = 40_000, signing: bool = False) -
         told = {names.DUE: 0, names.EXCHANGE: "", names.ROUTING_KEY: end.name}
         five_hours = message({"x-delay": 5 * 3_600_000})
         items = tuple(Item(b"x" * 200, {"id": str(each)}) for each in range(PER_ENVELOPE))
-        envelope = message(told, Envelope(items).pack(), content_type=names.ENVELOPE)
+        envelope = message(told, packed(items), content_type=names.ENVELOPE)
 
         def publish(*sent: Any, times: int = messages) -> float:
             began = time.monotonic()

@@ -8,7 +8,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.levels.headers import ENVELOPE
-from celery_rabbitdelay.modules.envelope import Envelope
+from celery_rabbitdelay.modules.envelope import OpenedEnvelope
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.message import headers_of
 
@@ -50,5 +50,5 @@ def _ids(message: Any) -> list[str]:
     """Return the ids of a message's tasks; an envelope has many."""
     headers: list[Any] = [headers_of(message)]
     if message.properties.get("content_type") == ENVELOPE:
-        headers = [each.headers for each in Envelope.unpack(message.body).items]
+        headers = [each.headers for each in tuple(OpenedEnvelope(message.body))]
     return [str(each.get("id")) for each in headers]

@@ -20,12 +20,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.checkin import CANVAS, CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import (
-    Envelope,
-    Item,
-    OpenedEnvelope,
-    compressed,
-)
+from celery_rabbitdelay.modules.envelope import Item, OpenedEnvelope, compressed, packed
 from celery_rabbitdelay.modules.limits import MAX_DEPTH, AllowedDestinations
 from celery_rabbitdelay.operations.reasons import examine
 from celery_rabbitdelay.operations.redriving import Redriving
@@ -251,7 +246,7 @@ def _seeds() -> Iterator[bytes]:
             size = pack(">H", len(each.properties))
             yield bytes((which, len(each.key))) + each.key + size + each.properties + each.body
     item = Item(b"body", {"id": "a"}, {"priority": 1})
-    yield Envelope((item,), {"lang": "py"}, {"type": "t"}).pack()
+    yield packed((item,), {"lang": "py"}, {"type": "t"})
     yield from (compress(bytes(2**12), name)[0] for name in encoders())
 
 

@@ -15,7 +15,7 @@ from kombu.compression import compress, encoders
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.envelope import Envelope, Item, length_prefixed
+from celery_rabbitdelay.modules.envelope import Item, length_prefixed, packed
 from tests.hostile.fields import BAD_TEXTS, Field, any_field, nested, properties
 from tests.hostile.malformed import malformed
 
@@ -271,11 +271,11 @@ def _envelope(draw: Draw) -> Made:
     )
     choice = draw.random()
     if choice < 0.5:
-        body = Envelope((Item(*draw.choice(items)),)).pack()
+        body = packed((Item(*draw.choice(items)),))
     elif choice < 0.9:
         body = zlib.compress(block(b"{}") + draw.choice(blocks)())
     else:
-        body = draw.choice((draw.randbytes(50), Envelope((Item(mark),)).pack()[:-5]))
+        body = draw.choice((draw.randbytes(50), packed((Item(mark),))[:-5]))
     return draw.routed(DISTRIBUTION, draw.passed_on(draw.allowed), body, content_type=ENVELOPE)
 
 

@@ -13,7 +13,7 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.envelope import Envelope, Item
+from celery_rabbitdelay.modules.envelope import Item, packed
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.kernel.integration.arrivals import Arrival, count, take
@@ -42,7 +42,7 @@ def put_in_envelope(connection: Connection, shop: Any, items: list[Item], **told
     topology = shop.rabbitdelay.topology
     exchange, routing_key = topology.route(0, DISTRIBUTION)[:2]
     connection.Producer().publish(
-        Envelope(tuple(items)).pack(),
+        packed(items),
         exchange=exchange,
         routing_key=routing_key,
         headers={headers.DUE: 5, **told},

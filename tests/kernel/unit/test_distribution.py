@@ -13,7 +13,7 @@ from celery_rabbitdelay.levels.headers import COMMITTED, ENVELOPE, JOB
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import Envelope, Item
+from celery_rabbitdelay.modules.envelope import Item, packed
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Outgoing
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from tests.kernel.unit.clock import frozen
@@ -30,7 +30,7 @@ QUEUE = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}
 
 def letter(*items: Item, **told: str) -> amqp.Message:
     headers = {header_names.DUE: DUE, **told}
-    return amqp.Message(Envelope(items).pack(), content_type=ENVELOPE, application_headers=headers)
+    return amqp.Message(packed(items), content_type=ENVELOPE, application_headers=headers)
 
 
 def test_the_messages_of_an_envelope_go_where_it_says_and_where_each_says_itself() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules import envelope
-from celery_rabbitdelay.modules.envelope import Envelope, Item, OpenedEnvelope
+from celery_rabbitdelay.modules.envelope import Item, OpenedEnvelope, packed
 
 numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 values = st.none() | st.booleans() | numbers | st.text(max_size=8)
@@ -19,13 +19,17 @@ tables = st.dictionaries(st.text(max_size=8), values, max_size=3)
 items = st.builds(Item, st.binary(max_size=40), tables, tables)
 
 
+def opened(body: bytes) -> tuple[list[Item], dict[str, Any], dict[str, Any]]:
+    read = OpenedEnvelope(body)
+    return [*read], read.headers, read.properties
+
+
 @settings(max_examples=50)
 @given(st.lists(items, max_size=5), tables, tables)
 def test_what_was_packed_is_unpacked(
     held: list[Item], shared: dict[str, Any], properties: dict[str, Any]
 ) -> None:
-    packed = Envelope(tuple(held), shared, properties)
-    assert Envelope.unpack(packed.pack()) == packed
+    assert opened(packed(held, shared, properties)) == (held, shared, properties)
 
 
 def test_what_this_format_has_once_written_is_read() -> None:
@@ -34,13 +38,12 @@ def test_what_this_format_has_once_written_is_read() -> None:
         b"x\xbb\x12x\xd4\xaf\x03\x8a\x9aVcOt\x18\xbeD\x0e&\x90\xfb\xc40\x8dK\x84\xb8\x9c7:\xda"
         b"\x10\xe6t\xb0\xcdL\xd5 a\xc6\n\x00p\x0e\x1f\xe5"
     )
-    held = Envelope(
-        (Item(b"[[1], {}, {}]", {"id": "a"}), Item(b"x")), {"lang": "py"}, {"priority": 0}
-    )
-    assert Envelope.unpack(with_dictionary) == held
-    without = envelope.shared_block(held.headers, held.properties)
-    without += b"".join(item.length_prefixed() for item in held.items)
-    assert Envelope.unpack(zlib.compress(without)) == held
+    held = [Item(b"[[1], {}, {}]", {"id": "a"}), Item(b"x")]
+    shared: tuple[dict[str, Any], dict[str, Any]] = {"lang": "py"}, {"priority": 0}
+    assert opened(with_dictionary) == (held, *shared)
+    without = envelope.shared_block(*shared)
+    without += b"".join(item.length_prefixed() for item in held)
+    assert opened(zlib.compress(without)) == (held, *shared)
 
 
 def test_what_two_headers_of_a_message_share_is_written_once() -> None:
@@ -49,7 +52,7 @@ def test_what_two_headers_of_a_message_share_is_written_once() -> None:
     )
     items = (Item(b"one", {"id": "1"}), Item(b"two", {"id": "2", "root_id": "1"}), Item(b"none"))
     blocks = shared + b"".join(item.length_prefixed() for item in items)
-    one, two, none = Envelope.unpack(envelope.compressed(blocks)).items
+    one, two, none = OpenedEnvelope(envelope.compressed(blocks))
     assert one == (b"one", {"id": "1", "root_id": "1"}, {"correlation_id": "1"})
     assert (two.headers["root_id"], two.properties) == ("2", {"correlation_id": "2"})
     assert none == (b"none", {}, {})
@@ -63,7 +66,7 @@ def compressed(*blocks: bytes) -> bytes:
     ("body", "why"),
     [
         (b"", "ends before"),
-        (Envelope((Item(b"x"),)).pack()[:-3], "ends before"),
+        (packed((Item(b"x"),))[:-3], "ends before"),
         (b"not zlib", "cannot be decompressed"),
         (zlib.compress(b""), "empty"),
         (zlib.compress(b"\0\0"), "middle of a length"),
@@ -93,7 +96,7 @@ def compressed(*blocks: bytes) -> bytes:
         ),
         # Each could hold a thousand, without end.
         *(
-            (Envelope((Item(b"x", {}, own),), {}, shared).pack(), "there is an envelope in it")
+            (packed((Item(b"x", {}, own),), {}, shared), "there is an envelope in it")
             for own, shared in (({"content_type": ENVELOPE}, {}), ({}, {"content_type": ENVELOPE}))
         ),
     ],
@@ -101,7 +104,7 @@ def compressed(*blocks: bytes) -> bytes:
 )
 def test_what_is_no_envelope_is_refused(body: bytes, why: str) -> None:
     with pytest.raises(InvalidEnvelope, match=why):
-        Envelope.unpack(body)
+        opened(body)
 
 
 def test_a_bomb_is_refused_and_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,21 +145,22 @@ def test_written_blocks_are_cut_apart_again_and_none_may_be_cut_off(
 
 
 def test_an_envelope_holds_as_much_as_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Envelope((Item(b"x" * 500), Item(b"")))
-    body = held.pack()
+    held = [Item(b"x" * 500), Item(b"")]
+    body = packed(held)
     size = len(zlib.decompressobj(zdict=envelope.DICTIONARY).decompress(body))
     for limit, most in (("MAX_ENVELOPE_BYTES", size), ("MAX_ENVELOPE_MESSAGES", 2)):
         with monkeypatch.context() as patch:
             patch.setattr(envelope, limit, most)
-            assert (held.pack(), Envelope.unpack(body)) == (body, held)
+            assert (packed(held), [*OpenedEnvelope(body)]) == (body, held)
             patch.setattr(envelope, limit, most - 1)
-            with pytest.raises(InvalidEnvelope, match=f"{most} .* are more than {most - 1}"):
-                held.pack()
             with pytest.raises(InvalidEnvelope, match=f"more than {most - 1} "):
-                Envelope.unpack(body)
+                list(OpenedEnvelope(body))
+            if limit == "MAX_ENVELOPE_BYTES":
+                with pytest.raises(InvalidEnvelope, match=f"{most} .* are more than {most - 1}"):
+                    packed(held)
 
 
 def test_what_json_cannot_write_is_refused_where_it_is_packed() -> None:
     for value in (b"bytes", float("nan"), {1, 2}):
         with pytest.raises(InvalidEnvelope, match="cannot be written as JSON"):
-            Envelope((Item(b"", {"x": value}),)).pack()
+            packed((Item(b"", {"x": value}),))

@@ -15,7 +15,7 @@ from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import Envelope, Item
+from celery_rabbitdelay.modules.envelope import Item, packed
 from celery_rabbitdelay.modules.forwarding import EarlyMessages
 from celery_rabbitdelay.modules.limits import AllowedDestinations
 from tests.kernel.unit.strategies import destinations
@@ -167,8 +167,8 @@ def test_without_a_binding_it_goes_nowhere_else(queue: str, due: int) -> None:
             UnprocessableMessage, match=r"its routing key is for the queue|, not a queue's name"
         ):
             list(distribution.receive(message))
-    packed = Envelope((Item(b"x", to("office", "paper")),)).pack()
-    envelope = amqp.Message(packed, content_type=ENVELOPE, application_headers=to("", "known"))
+    body = packed((Item(b"x", to("office", "paper")),))
+    envelope = amqp.Message(body, content_type=ENVELOPE, application_headers=to("", "known"))
     envelope.delivery_info = unrouted(key).delivery_info
     with pytest.raises(UnprocessableMessage, match=r"an envelope|its routing key is for the queue"):
         list(distributed(envelope))
@@ -191,10 +191,10 @@ def test_without_a_binding_it_goes_nowhere_else(queue: str, due: int) -> None:
 def test_an_envelope_with_something_forbidden_stays_closed(headers: dict[str, Any]) -> None:
     """Whether one message has it or all share it."""
     sound, shared = Item(b"x", {"id": "1"}), to("", "known")
-    for envelope in (
-        Envelope((sound, Item(b"x", headers)), shared),
-        Envelope((sound,), {**shared, **headers}),
+    for body in (
+        packed((sound, Item(b"x", headers)), shared),
+        packed((sound,), {**shared, **headers}),
     ):
-        message = amqp.Message(envelope.pack(), content_type=ENVELOPE, application_headers={})
+        message = amqp.Message(body, content_type=ENVELOPE, application_headers={})
         with pytest.raises((UnprocessableMessage, LaterVersion)):
             next(distributed(message))

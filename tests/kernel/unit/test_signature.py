@@ -13,7 +13,7 @@ from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import Envelope, Item
+from celery_rabbitdelay.modules.envelope import Item, packed
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Redelivery
 from celery_rabbitdelay.publishing.message import Content, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
@@ -130,7 +130,7 @@ def delayed(*items: Item, sign: Any = True, **headers: Any) -> amqp.Message:
     told = {header_names.DUE: DUE, **where, **headers}
     message = amqp.Message(b"body", application_headers=told, correlation_id="id")
     if items:
-        body = Envelope(items).pack()
+        body = packed(items)
         message = amqp.Message(body, application_headers=told, content_type=ENVELOPE)
     return signed(KEYS, message) if sign else message
 

@@ -12,7 +12,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.envelope import Envelope, Item
+from celery_rabbitdelay.modules.envelope import Item, OpenedEnvelope, packed
 from celery_rabbitdelay.publishing.message import Content, body_of
 from tests.json_schemas import checked
 from tests.kernel.integration.arrivals import count, take, wait_until_waiting
@@ -54,7 +54,7 @@ def name(connection: Connection, shop: Any) -> str:
             "three", failed(200_000, "no [way] to \x1b[31mit\n9 forged", task="note", id="id-3")
         ),
         amqp.Message(
-            Envelope((item, item)).pack(),
+            packed((item, item)),
             application_headers=straight("elsewhere", own=b"\xff"),
             content_type=ENVELOPE,
             delivery_mode=2,
@@ -144,7 +144,7 @@ def test_messages_are_exported_with_all_that_they_are_made_of(
     first, *_, envelope, _ = (each.message() for each in readable)
     assert first.properties["application_headers"]["id"] == "id-1"
     assert envelope.properties["application_headers"]["own"] == b"\xff"
-    assert len(Envelope.unpack(body_of(envelope)).items) == 2
+    assert len(tuple(OpenedEnvelope(body_of(envelope)))) == 2
     assert (unreadable.properties, unreadable.body) == (FAR_TIMESTAMP, b"unreadable")
     assert count(connection, name) == 6
 

@@ -14,7 +14,7 @@ from celery_rabbitdelay.kombu import DelayedProducer, Publisher
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.envelope import Envelope, Item
+from celery_rabbitdelay.modules.envelope import Item, packed
 from celery_rabbitdelay.modules.limits import AllowedDestinations
 from celery_rabbitdelay.operations import source as source_module
 from celery_rabbitdelay.operations.mover import Place
@@ -54,7 +54,7 @@ def numbered(number: int, queue: str = "gone") -> list[amqp.Message]:
 
 def envelope_of(headers: dict[str, Any], *items: Item) -> amqp.Message:
     return amqp.Message(
-        Envelope(items).pack(),
+        packed(items),
         application_headers=headers,
         content_type=ENVELOPE,
         delivery_mode=2,

@@ -16,7 +16,7 @@ from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import ENVELOPE, UNREADABLE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.envelope import Envelope, Item
+from celery_rabbitdelay.modules.envelope import Item, OpenedEnvelope, packed
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
 from celery_rabbitdelay.modules.limits import AllowedDestinations
 from celery_rabbitdelay.operations.mover import Stay
@@ -226,7 +226,7 @@ def refuse(queue: str) -> None:
 def in_envelope(*items: Item, **shared: Any) -> dict[str, Any]:
     """Return the options of a message that is an envelope."""
     return {
-        "body": Envelope(items, shared).pack(),
+        "body": packed(items, shared),
         "properties": {"content_type": ENVELOPE, "priority": 0},
     }
 
@@ -305,11 +305,11 @@ def test_with_a_queue_to_go_to_the_headers_of_the_destination_do_not_count() -> 
         assert told(outgoing).items() >= {**expected, headers.QUEUE: "aside"}.items()
         assert outgoing.routing_key == "0.0.aside"
     first = Item(b"1", {"id": "1", headers.EXCHANGE: "other"})
-    packed = in_envelope(first, Item(b"2", {"id": "2"}), **{headers.ROUTING_KEY: "x"})
-    outgoing = redrive({}, to="aside", **packed)
+    options = in_envelope(first, Item(b"2", {"id": "2"}), **{headers.ROUTING_KEY: "x"})
+    outgoing = redrive({}, to="aside", **options)
     assert told(outgoing).items() >= expected.items()
-    read = Envelope.unpack(outgoing.message.body)
-    assert (read.headers, read.items) == ({}, (Item(b"1", {"id": "1"}), Item(b"2", {"id": "2"})))
+    read = OpenedEnvelope(outgoing.message.body)
+    assert (read.headers, [*read]) == ({}, [Item(b"1", {"id": "1"}), Item(b"2", {"id": "2"})])
 
 
 def test_an_envelope_goes_back_as_a_whole() -> None:
@@ -356,7 +356,7 @@ claims = st.fixed_dictionaries(
 def test_no_header_reaches_too_far(given_headers: Any, key: str, inner: Any, selected: Any) -> None:
     properties, body = dict[str, Any](), b""
     if inner is not None:
-        body = Envelope((Item(b"", inner),)).pack()
+        body = packed((Item(b"", inner),))
         properties = {"content_type": ENVELOPE}
     try:
         outgoing = redrive({**given_headers, **selected}, key=key, body=body, properties=properties)

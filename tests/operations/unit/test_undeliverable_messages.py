@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.kombu import Topology, examine
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import ENVELOPE
-from celery_rabbitdelay.modules.envelope import Envelope, Item
+from celery_rabbitdelay.modules.envelope import Item, packed
 from celery_rabbitdelay.operations import mover
 from celery_rabbitdelay.operations import undeliverable as messages
 from celery_rabbitdelay.operations.reasons import Undeliverable
@@ -70,13 +70,13 @@ def test_a_filter_means_all_its_conditions() -> None:
 
 def test_an_envelope_is_meant_by_each_of_its_tasks() -> None:
     items = (Item(b"", {"id": "1"}), Item(b"", {"id": "2", "task": "shop.pay"}))
-    body = Envelope(items, {"task": "shop.ship"}).pack()
+    body = packed(items, {"task": "shop.ship"})
     told = {headers.EXCHANGE: "", headers.ROUTING_KEY: "letters"}
-    packed = copy(body=body, told=told, content_type=ENVELOPE)
+    envelope = copy(body=body, told=told, content_type=ENVELOPE)
     meant = messages.UndeliverableFilter(tasks=["shop.pay"], ids=["1"], queues=["letters"])
-    assert meant.matches(packed)
-    assert not messages.UndeliverableFilter(tasks=["shop.remind"]).matches(packed)
-    assert messages.Contents.of(packed).messages == 2
+    assert meant.matches(envelope)
+    assert not messages.UndeliverableFilter(tasks=["shop.remind"]).matches(envelope)
+    assert messages.Contents.of(envelope).messages == 2
 
 
 @given(st.binary())
