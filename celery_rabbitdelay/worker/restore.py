@@ -24,11 +24,9 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
-from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.celery_internals import Consumer, Delivery, name_of_queue
-from celery_rabbitdelay.worker.celery_requests import is_ours
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 
 logger = get_logger(__name__)
@@ -204,13 +202,6 @@ class Origins:
 #: 1970-01-01 UTC. The time from then to the start is its ``messaging.message.receive.latency``.
 SENTRY_ENQUEUED: Final = "sentry-task-enqueued-time"
 
-#: What the log says of a task that Celery would hold, and that does not wait in the worker.
-UNHELD: Final = (
-    "The task %s has rabbitdelay=False, or rabbitdelay_takeover is False, and waits in the levels "
-    "all the same: with quorum queues, the prefetch count is fixed, and the tasks that a worker "
-    "holds until they are due would keep all others away."
-)
-
 #: What Celery's consumer calls with each message of one task.
 Strategy: TypeAlias = Callable[..., object]
 
@@ -257,7 +248,6 @@ class RestoringStrategies(dict[str, Strategy]):
         self._origins = origins
         self._delivery = consumer.app.rabbitdelay.topology.delivery.name
         self._has_static_prefetch = celery_internals.has_static_prefetch(consumer)
-        self._unheld = WarningLimit(logger, "Tasks that wait in the levels all the same", HOUR)
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
 
@@ -275,9 +265,6 @@ class RestoringStrategies(dict[str, Strategy]):
             except Exception:  # anybody may have written the message
                 logger.exception("A message for the task %s is left to Celery.", task_name)
                 is_taken = False
-            is_unheld = is_taken and not (is_ours(message) or is_ours_to_hold)
-            if is_unheld and self._unheld.allows(task_name):
-                logger.warning(UNHELD, task_name)
             return None if is_taken else go_on()
 
         super().__setitem__(task_name, restoring)
