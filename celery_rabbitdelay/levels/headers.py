@@ -522,20 +522,6 @@ def of_client(headers: Mapping[str, object]) -> dict[str, object]:
     return kept
 
 
-def client_exchange(headers: Mapping[str, object]) -> str:
-    """Return the exchange that a client names for its message; empty for the default exchange.
-
-    Raises:
-        UnprocessableMessage: It is not a text.
-    """
-    exchange = headers.get(EXCHANGE)
-    if exchange is None:
-        return ""
-    if not isinstance(exchange, str):
-        raise UnprocessableMessage(f"{EXCHANGE} is {shortened(exchange)}, not an exchange's name")
-    return exchange
-
-
 def client_delay_ms(headers: Mapping[str, object]) -> int:
     """Return the delay that a client asks for in milliseconds, rounded up; 0 if that is over.
 

@@ -294,11 +294,14 @@ class CheckIn:
         why = header_names.later_version(given, content_type)
         if why is not None:
             raise UnprocessableMessage(why)
-        exchange = header_names.client_exchange(given)
-        self._check_destination(exchange, routing_key)
         delay_ms = header_names.client_delay_ms(given)
         given.pop(header_names.X_DELAY, None)
-        sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(given)))
+        said, problems = header_names.parse(given)
+        if header_names.EXCHANGE in problems:
+            raise UnprocessableMessage(problems[header_names.EXCHANGE])
+        exchange = said.exchange or ""
+        self._check_destination(exchange, routing_key)
+        sent = WaitingMessage.of(message, DelayHeaders(others=said.others))
         if not self.trusts_clients:
             sent = checked_task(sent)
         is_task = self.check_task is not None and self.check_task(sent)

@@ -15,17 +15,9 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.topology import CONSUMER_TAG, Topology
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.publishing import wire
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 from celery_rabbitdelay.publishing.signature import SigningKeys
-from celery_rabbitdelay.publishing.wire import (
-    ACK,
-    REJECT,
-    REQUEUE,
-    Seen,
-    Settlement,
-    Wire,
-    settle_frames,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +117,7 @@ class Received:
     held: Outgoing | None = None
     waits_for: str | None = None
     pending: int = 1
-    settlement: Settlement = ACK
+    settlement: wire.Settlement = wire.ACK
 
 
 class HeldBytes:
@@ -196,7 +188,7 @@ class Deliveries:
         self._unread = WarningLimit(
             logger, f"{module.name}: messages above rabbitdelay_max_message_bytes"
         )
-        self._wire = Wire(connection)
+        self._wire = wire.Wire(connection)
         self._module = module
         self._statistics = module.statistics
         self._held = HeldBytes()
@@ -206,7 +198,11 @@ class Deliveries:
         self._tag: str | None = None
         self._former_tag: str | None = None
         #: The delivery tags that are settled with the next :meth:`write`, by how.
-        self._settled: dict[Settlement, list[int]] = {ACK: [], REJECT: [], REQUEUE: []}
+        self._settled: dict[wire.Settlement, list[int]] = {
+            wire.ACK: [],
+            wire.REJECT: [],
+            wire.REQUEUE: [],
+        }
 
     def take(self, prefetch: int) -> None:
         """Take at most this many messages ahead, from now on."""
@@ -220,7 +216,9 @@ class Deliveries:
         self._cancel()
         self.unfinished -= len(self.waiting)
         while self.waiting:
-            self._settled[REQUEUE].append(cast(int, self.waiting.popleft().message.delivery_tag))
+            self._settled[wire.REQUEUE].append(
+                cast(int, self.waiting.popleft().message.delivery_tag)
+            )
 
     def adapt(self) -> None:
         """Go on if there is room again; raise the prefetch count if the messages are smaller."""
@@ -248,7 +246,7 @@ class Deliveries:
         number, frames = self.channel.channel_id, b""
         for how, tags in self._settled.items():
             if tags:
-                frames += settle_frames(number, how, tags)
+                frames += wire.settle_frames(number, how, tags)
                 tags.clear()
         if frames:
             self._wire.write(frames, self._module.timeout)
@@ -275,7 +273,7 @@ class Deliveries:
     def _received(self, message: amqp.Message) -> None:
         """Check a message that has arrived: it is held, given back, or rejected unread."""
         module = self._module
-        seen: Seen = cast(Any, message).rabbitdelay_seen
+        seen: wire.Seen = cast(Any, message).rabbitdelay_seen
         cost = len(message.body) + HEADER_EXPANSION * seen.properties_bytes
         self.are_redelivered = self.are_redelivered and message.delivery_info["redelivered"]
         if seen.skipped_bytes is not None:
@@ -306,7 +304,7 @@ class Deliveries:
         self._statistics.received += 1
         self._statistics.undeliverable += 1
         self._statistics.finished += 1
-        self._settled[REJECT].append(cast(int, message.delivery_tag))
+        self._settled[wire.REJECT].append(cast(int, message.delivery_tag))
 
     def _give_back(self, message: amqp.Message) -> None:
         """Give a message back that the budget does not hold, and take no more until it does."""
@@ -320,7 +318,7 @@ class Deliveries:
             # given back, so that the broker does not deliver them here again.
             self.channel.basic_cancel(self._tag, nowait=True)
             self._former_tag, self._tag = self._tag, None
-        self._settled[REQUEUE].append(cast(int, message.delivery_tag))
+        self._settled[wire.REQUEUE].append(cast(int, message.delivery_tag))
 
 
 def _unreadable(reason: str) -> Iterator[Outgoing]:

@@ -24,16 +24,10 @@ from typing import Any, Final, NamedTuple
 import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.headers import (
-    DUE,
-    DelayHeaders,
-    Failures,
-    is_expiration,
-    parse,
-    shortened,
-)
+from celery_rabbitdelay.levels.headers import DelayHeaders, Failures, shortened
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
@@ -150,7 +144,7 @@ def delayed_task(message: amqp.Message, destination: Destination, due_ms: int) -
         destination: The exchange and the routing key that its consumer sees.
         due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
     """
-    headers, _ = parse(headers_of(message))
+    headers, _ = header_names.parse(headers_of(message))
     others = {**headers.others, **({"eta": None} if "eta" in headers.others else {})}
     said = DelayHeaders(
         due_ms,
@@ -179,7 +173,7 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
             )
     body, given, said = outgoing.message
     expiration = given.get("expiration")
-    if expiration is not None and not is_expiration(expiration):
+    if expiration is not None and not header_names.is_expiration(expiration):
         # The broker would close the channel, with all that is in flight on it.
         raise UnprocessableMessage(
             f"its expiration is {shortened(expiration)}, not a number of milliseconds"
@@ -286,7 +280,7 @@ class EarlyMessages:
             return None
         # The delay was checked when the message came in. A due time too far ahead is forged, and
         # the message would go back into the levels for ever.
-        check_delay(DUE, until_ms, until_ms - wall_clock.ms() - DUE_SLACK_MS)
+        check_delay(header_names.DUE, until_ms, until_ms - wall_clock.ms() - DUE_SLACK_MS)
         return into_levels(self._topology, *waiting_on(self._topology, message, until_ms))
 
 

@@ -19,15 +19,11 @@ from celery_rabbitdelay.exceptions import PermissionMissing, PublishError
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.modules.attempts import SILENCE, AnswerTimes, Forwarder
 from celery_rabbitdelay.modules.deliveries import MAX_HELD_BYTES, Deliveries, Module, Received
+from celery_rabbitdelay.publishing import publish_loop
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.declaration import exists_or_hidden, opened_channel
 from celery_rabbitdelay.publishing.kombu_internals import connect, drop_connection
 from celery_rabbitdelay.publishing.message import Publication
-from celery_rabbitdelay.publishing.publish_loop import (
-    PublishLoop,
-    PublishPolicy,
-    unwrap_callers_errors,
-)
 from celery_rabbitdelay.publishing.refusals import permissions_named
 from celery_rabbitdelay.publishing.wire import Wire, read_unreadable_properties
 
@@ -101,8 +97,10 @@ class ModuleConsumer:
         self._connection = connection
         self._stopping = service.stopping
         self._careful = careful
-        policy = PublishPolicy(module.timeout, None, NACK_PAUSES, module.max_unconfirmed)
-        self._loop = PublishLoop(self._next, policy, self._done)
+        policy = publish_loop.PublishPolicy(
+            module.timeout, None, NACK_PAUSES, module.max_unconfirmed
+        )
+        self._loop = publish_loop.PublishLoop(self._next, policy, self._done)
         self._loop.window = 1
         self._loop.use(ConfirmChannel(connection, self._loop.settled))
         self._wire = self._loop.channel.wire
@@ -117,7 +115,7 @@ class ModuleConsumer:
         #: What the module's prefetch and window are multiplied by; 0: one message at a time.
         self._growth = 0
 
-    @unwrap_callers_errors()
+    @publish_loop.unwrap_callers_errors()
     def serve(self) -> bool:
         """Consume until the service stops.
 

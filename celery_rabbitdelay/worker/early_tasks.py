@@ -33,7 +33,6 @@ from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import Address, Publication, WaitingMessage
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
-from celery_rabbitdelay.publishing.publisher import Run
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Ack, Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Consumer, Delivery
@@ -143,13 +142,12 @@ def publish_each(
     try:
         with borrowed_publisher(delays) as publisher:
             producer = DelayedProducer(publisher, **delays.settings.for_producer)
-            Run(
-                publisher,
-                partial(next, publications(producer), None),
+            publisher.publish_all(
+                publications(producer),
                 PublishPolicy(producer.timeout, resends=resends),
                 redeclare=producer.declarations(None, ())["redeclare"],
                 done=lambda each: settle(each.context, each.error),
-            ).go_on()
+            )
     except Exception as error:  # noqa: BLE001 - it is the error of all that are not confirmed
         for item in items:
             settle(item, error)

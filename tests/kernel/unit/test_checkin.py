@@ -159,7 +159,10 @@ OPTIONS = ("exchange", "key", "content_type")
             {"key": "secret", headers.EXCHANGE: "office"},
             "check-in may not reach the exchange 'office': see rabbitdelay_checkin_allowed",
         ),
-        ({headers.EXCHANGE: False}, "rabbitdelay-exchange is False, not an exchange's name"),
+        (
+            {headers.EXCHANGE: False},
+            "its header rabbitdelay-exchange is False, not an exchange's name",
+        ),
         *(
             ({"x-delay": wrong}, f"x-delay is {wrong!r}, not a number of milliseconds")
             for wrong in ("soon", True, float("inf"), "1_000", " 5", "٣", "")
