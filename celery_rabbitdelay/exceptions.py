@@ -280,9 +280,8 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
 
     text: ClassVar = (
         "{self.what} cannot be delayed: the levels hand a message to one queue, with a "
-        "priority of at most 4 on quorum queues. Send it to one queue that the application "
-        'knows (task_queues), with a priority of 4 or less; or add "distribution" to '
-        "rabbitdelay_modules; or call send_many without envelopes=True; or set "
+        "priority of at most 4. Send it to one queue of task_queues, with such a priority; or add "
+        '"distribution" to rabbitdelay_modules; or call send_many without envelopes=True; or set '
         "rabbitdelay=False on the task to keep Celery's own behavior"
     )
 
@@ -304,10 +303,9 @@ class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
 
     text: ClassVar = (
         "a body of {self.size:,} bytes is larger than rabbitdelay_max_message_bytes, "
-        "{self.bound:,}, and a worker would refuse it when it is due: send a reference instead of "
-        "the content; or send it without compression to one queue that the application knows "
-        "(task_queues), with a priority of 4 or less and a delay within the levels' capacity; "
-        "or raise the setting on workers and producers"
+        "{self.bound:,}: send a reference instead of the content; or send it without compression "
+        "to one queue of task_queues, with a priority of at most 4 and a delay within the levels' "
+        "capacity; or raise the setting on workers and producers"
     )
 
 

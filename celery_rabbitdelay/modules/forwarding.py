@@ -48,18 +48,16 @@ logger = logging.getLogger(__name__)
 
 #: What the log says of a message of a later version: what it is, and why it is of one.
 LATER_VERSION: Final = (
-    "%s goes back into the delay levels, unopened: %s. A worker of the later version takes it from "
-    "there; without one, it is undeliverable after rabbitdelay_retry_for. Upgrade "
-    "celery_rabbitdelay on all workers. Others go back without a word for an hour."
+    "%s goes back into the delay levels, unopened: %s. Upgrade celery_rabbitdelay on all workers: "
+    "without one of the later version, it is undeliverable after rabbitdelay_retry_for. Others go "
+    "back without a word for an hour."
 )
 
 #: What the log says of a message that is early: what it is, and by how many seconds.
 _EARLY: Final = (
     "%s left the delay levels %.1f s before it is due, by the clock of this machine, and goes back "
-    "into them for the rest. Others that are early do so without a word for an hour. The likely "
-    "causes: a policy whose message-ttl is shorter than the TTL of a level's queue (see "
-    "`rabbitmqctl list_policies`; with it, a task goes around the levels until it is due), or "
-    "clocks of producers, brokers and workers that differ (see `date -u` on each)."
+    "into them for the rest. Others go back without a word for an hour. Likely causes: a policy "
+    "with a short message-ttl (see `rabbitmqctl list_policies`), or clocks that differ (`date -u`)."
 )
 
 #: Bytes of a frame reserved for headers that the broker adds, such as ``x-death``.

@@ -148,18 +148,16 @@ def conflict_with(topology: Topology, reply: str) -> exceptions.LayoutConflict:
     named, guard = reply.partition("for exchange '")[2], f"{topology.identity.guard.name}'"
     if not named or named[: len(guard)] != guard[: len(named)]:
         advice = (
-            "an exchange or queue exists with other arguments than this version of "
-            "celery_rabbitdelay gives it: somebody has declared it by other means. Delete it once "
-            "it is empty, and declare the levels again; `celery rabbitdelay verify` lists all "
-            "that differ"
+            "somebody has declared an exchange or a queue with other arguments. Delete it once it "
+            "is empty, and declare the levels again; `celery rabbitdelay verify` lists all that "
+            "differ"
         )
         return exceptions.LayoutConflict(topology.prefix, reply, advice)
     advice = (
         "the levels there have another rabbitdelay_layout, rabbitdelay_tick, "
-        "rabbitdelay_queue_type or rabbitdelay_shards, or are of another version of "
-        "celery_rabbitdelay; the names that follow say all of these. Restore what they were "
-        "declared with; or use another rabbitdelay_prefix for these, and move what waits with "
-        "`celery rabbitdelay migrate`; or, once no message waits in them any more, remove them "
-        "with `celery rabbitdelay delete`, or celery_rabbitdelay.kombu.delete"
+        "rabbitdelay_queue_type or rabbitdelay_shards, or are of another version, as the names "
+        "that follow say. Restore what they were declared with; or use another "
+        "rabbitdelay_prefix, and move what waits with `celery rabbitdelay migrate`; or delete "
+        "them once they are empty: `celery rabbitdelay delete`, or celery_rabbitdelay.kombu.delete"
     )
     return exceptions.LayoutConflict(topology.prefix, reply, advice)
