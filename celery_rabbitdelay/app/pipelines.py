@@ -27,7 +27,7 @@ from kombu import Connection, Producer
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.exceptions import NoPublisherFree, RabbitDelayError, TasksNotConfirmed
-from celery_rabbitdelay.publishing.declaration import declare_again
+from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.message import Declaration, Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Pipeline, Publisher
@@ -124,7 +124,7 @@ class TaskPipeline:
             borrowing = borrowed_publisher(self.delays, connection, timeout)
             self._publisher = self._borrowed.enter_context(borrowing)
             settings, topology = self.delays.settings, self.delays.topology
-            redeclare = partial(declare_again, topology=topology)
+            redeclare = partial(declare, topology=topology)
             self._pipeline = Pipeline(
                 self._publisher,
                 redeclare if settings.declare == "auto" else None,

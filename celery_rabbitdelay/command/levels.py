@@ -39,8 +39,6 @@ def declare(with_queues: bool, dry_run: bool, **options: object) -> None:
         counts = declaration.queue_counts(connection, queues)
         if not dry_run:
             declaration.declare(connection, topology)
-            # kombu remembers declared queues on the connection, even if they were deleted since.
-            declaration.forget(connection)
             for queue in queues:
                 declaration.declare_destination(connection, topology, queue)
     missing_queues = [name for name, found in counts.items() if found is None]

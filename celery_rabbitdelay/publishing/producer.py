@@ -325,5 +325,5 @@ class DelayedProducer(Producer):
     def _redeclare(
         self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
     ) -> None:
-        declaration.declare_again(connection, self.topology)
+        declaration.declare(connection, self.topology)
         self._declare(connection, queue, further)

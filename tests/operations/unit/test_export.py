@@ -64,6 +64,7 @@ class DeclaringModel:
         self.exchanges: dict[str, Any] = {}
         self.queues: dict[str, Any] = {}
         self.bindings: set[tuple[str, ...]] = set()
+        self.declared_entities: set[object] = set()
         declare(self, topology)  # type: ignore[arg-type]
 
     def channel(self) -> _Channel:
