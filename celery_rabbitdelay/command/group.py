@@ -14,7 +14,6 @@ import click
 from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.exceptions import AdditionMissing
 from celery_rabbitdelay.levels import delay
 from celery_rabbitdelay.worker.status import rabbitdelay_status
 
@@ -32,10 +31,7 @@ class LazyCommands(shared.Commands):
         """Import a command; None if the name is unknown."""
         if cmd_name not in additions.commands:
             return None
-        try:
-            command: click.Command = additions.load(additions.commands[cmd_name])
-        except AdditionMissing as missing:
-            ctx.fail(str(missing))
+        command: click.Command = additions.load(additions.commands[cmd_name])
         return command
 
 

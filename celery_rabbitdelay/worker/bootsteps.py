@@ -19,7 +19,6 @@ from kombu.common import Broadcast
 from celery_rabbitdelay.app import additions, destinations, instruments, seams
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.exceptions import AdditionMissing, InvalidSetting
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.modules.checkin import CheckIn
@@ -255,8 +254,8 @@ class Modules(RabbitMQStep):
         """Find out which modules are served.
 
         Raises:
-            InvalidSetting: There is no such module, or the addition that brings it is not
-                installed; the worker ends.
+            InvalidSetting: There is no such module; the worker ends.
+            AdditionMissing: The addition that brings it is not installed; the worker ends.
         """
         names: Sequence[str] = worker.app.rabbitdelay.settings.modules
         if self._given is not None:
@@ -284,10 +283,7 @@ def service_maker(name: str) -> Callable[..., Service]:
     """Return what makes the service of a name; it takes what :func:`module_service` takes."""
     if name not in additions.services:
         return partial(module_service, name=name)
-    try:
-        make: Callable[..., Service] = additions.load(additions.services[name])
-    except AdditionMissing as missing:
-        raise InvalidSetting("rabbitdelay_modules", name, str(missing)) from missing
+    make: Callable[..., Service] = additions.load(additions.services[name])
     return make
 
 

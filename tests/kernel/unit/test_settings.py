@@ -7,7 +7,7 @@ import pytest
 
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.exceptions import InvalidSetting
+from celery_rabbitdelay.exceptions import AdditionMissing, InvalidSetting
 from celery_rabbitdelay.kombu import clock
 from celery_rabbitdelay.worker.bootsteps import service_maker
 
@@ -108,5 +108,5 @@ def test_what_is_set_on_the_configuration_itself_counts() -> None:
 
 def test_a_service_whose_addition_was_deleted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(additions.services, "probe", "celery_rabbitdelay.gone.probe:service")
-    with pytest.raises(InvalidSetting, match=r"rabbitdelay_modules.*no folder 'gone'"):
+    with pytest.raises(AdditionMissing, match="no folder 'gone'"):
         service_maker("probe")
