@@ -306,14 +306,6 @@ def checked_connection(connection: Callable[[], Connection], what: str) -> Conne
     )
 
 
-def _instant(text: str, what: str) -> datetime:
-    """Read an instant as ISO 8601 writes it; without a time zone it is one of this machine."""
-    try:
-        return datetime.fromisoformat(text).astimezone()
-    except (OverflowError, ValueError) as wrong:  # also at the ends of the calendar
-        raise exceptions.InvalidDelay(text, delay.TAKES_INSTANT, what) from wrong
-
-
 def _seconds(text: str, what: str) -> float:
     """Read a length of time above 0, in seconds."""
     seconds = delay.parse_duration(text, what).total_seconds()
@@ -321,8 +313,6 @@ def _seconds(text: str, what: str) -> float:
         raise exceptions.InvalidDelay(text, delay.TAKES_DURATION.replace("from", "above"), what)
     return seconds
 
-
-instant_type: Final = ParameterType("instant", _instant)
 
 #: A negative one means now.
 delay_type: Final = ParameterType("delay", delay.parse_delay)

@@ -50,32 +50,30 @@ def milliseconds(delay: Delay) -> int:
     return max(ceil(_exact_milliseconds(delay)), 0)
 
 
-def _exact_milliseconds(delay: Delay) -> int | Decimal | Fraction:
+def _exact_milliseconds(delay: Delay, what: str = "delay") -> int | Decimal | Fraction:
     if type(delay) is int:
         return delay * 1000
     if type(delay) is float and isfinite(delay):
         return _EXACT.scaleb(Decimal(repr(delay)), 3)
     if isinstance(delay, timedelta):
-        return _EXACT.scaleb(Decimal(plain(delay, "delay") // MICROSECOND), -3)
+        return _EXACT.scaleb(Decimal(plain(delay, what) // MICROSECOND), -3)
     # NumPy's timedelta64 counts as an integer.
     is_duration = type(delay).__name__ == "timedelta64"
     if isinstance(delay, bool) or is_duration or not isinstance(delay, Real | Decimal):
-        raise InvalidDelayType(delay, "takes seconds, such as 90, or timedelta(days=3)")
+        raise InvalidDelayType(delay, "takes seconds, such as 90, or timedelta(days=3)", what)
     if isinstance(delay, Rational):
         # NumPy's integers overflow.
         return Fraction(int(delay.numerator), int(delay.denominator)) * 1000
     is_signaling = isinstance(delay, Decimal) and delay.is_snan()
     if is_signaling or not isfinite(delay):
-        raise InvalidDelay(delay, "takes a finite number of seconds, such as 90")
-    return _exact_milliseconds(Fraction(delay) if isinstance(delay, Decimal) else float(delay))
+        raise InvalidDelay(delay, "takes a finite number of seconds, such as 90", what)
+    exact = Fraction(delay) if isinstance(delay, Decimal) else float(delay)
+    return _exact_milliseconds(exact, what)
 
 
 def tolerance_milliseconds(tolerance: Delay) -> int:
     """Return a tolerance, which is not negative, in milliseconds, rounded down: never too late."""
-    try:
-        exact = _exact_milliseconds(tolerance)
-    except InvalidDelay as invalid:
-        raise type(invalid)(tolerance, invalid.reason, "tolerance") from None
+    exact = _exact_milliseconds(tolerance, "tolerance")
     # A float that should be zero may be just below it, such as 0.3 - 3 * 0.1.
     if exact <= -1:
         raise InvalidDelay(tolerance, "must not be negative", "tolerance")

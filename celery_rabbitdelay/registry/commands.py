@@ -16,7 +16,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import duration_text, instant_of
+from celery_rabbitdelay.levels.delay import TAKES_INSTANT, duration_text, instant_of
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.pauses import Paused
@@ -33,12 +33,22 @@ WORDS: Final = {
 }
 
 
+def _instant(text: str, what: str) -> datetime:
+    """Read an instant as ISO 8601 writes it; without a time zone it is one of this machine."""
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (OverflowError, ValueError) as wrong:  # also at the ends of the calendar
+        raise exceptions.InvalidDelay(text, TAKES_INSTANT, what) from wrong
+
+
+instant_type: Final = shared.ParameterType("instant", _instant)
+
 #: The options that say which tasks are meant.
 _filters: Final = shared.options(
     click.option("--task", help="Only tasks of this name."),
     click.option("--job", help="Only tasks that were sent with this job."),
-    click.option("--due-before", type=shared.instant_type, help="Only tasks that are due before."),
-    click.option("--due-after", type=shared.instant_type, help="Only tasks due then or later."),
+    click.option("--due-before", type=instant_type, help="Only tasks that are due before."),
+    click.option("--due-after", type=instant_type, help="Only tasks due then or later."),
 )
 
 
@@ -207,7 +217,7 @@ def cancel(
 @shared.command()
 @_meant
 @click.option("--delay", type=shared.delay_type, help="How long from now on.")
-@click.option("--eta", type=shared.instant_type, help="The instant, instead of a delay.")
+@click.option("--eta", type=instant_type, help="The instant, instead of a delay.")
 @_also_future
 def postpone(
     tasks: tuple[str, ...],
@@ -257,7 +267,7 @@ _names: Final = shared.options(
 
 @shared.command()
 @_names
-@click.option("--until", type=shared.instant_type, help="The instant at which the pause ends.")
+@click.option("--until", type=instant_type, help="The instant at which the pause ends.")
 def pause(task: str | None, queue: str | None, until: datetime | None) -> None:
     """Hold back the due tasks of a name, or for a queue."""
     _check(task, queue)

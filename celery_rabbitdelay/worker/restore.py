@@ -156,7 +156,7 @@ class Origins:
         self._signing_keys = settings.signing_keys if settings.signing_required else None
 
     def checked(
-        self, message: Message, headers: DelayHeaders, exchange: Any, routing_key: Any
+        self, message: Message, headers: DelayHeaders, exchange: str, routing_key: str
     ) -> tuple[str, str]:
         """Return the exchange and the key that a retry goes to, for those that the headers name."""
         queue = name_of_queue(self._consumer, message) or ""
@@ -189,9 +189,7 @@ class Origins:
         keys = self._signing_keys
         return keys is None or keys.verifies(b"", message.properties, headers)
 
-    def _reaches(self, exchange: object, routing_key: object) -> bool:
-        if not isinstance(exchange, str) or not isinstance(routing_key, str):
-            return False
+    def _reaches(self, exchange: str, routing_key: str) -> bool:
         try:
             return self._reach.names(exchange, routing_key)
         except UnprocessableMessage:
@@ -345,14 +343,14 @@ def restore(message: Message, origins: Origins | None = None) -> DelayHeaders | 
     if not given or header_names.DUE not in given:
         return None
     headers, _ = header_names.parse(given)
-    claimed = headers.early.exchange, headers.early.routing_key
+    exchange, routing_key = headers.early.exchange, headers.early.routing_key
     if header_names.QUEUE in given:
-        claimed = headers.exchange, headers.routing_key
-        if None in (headers.queue, *claimed):
+        exchange, routing_key = headers.exchange, headers.routing_key
+        if None in (headers.queue, exchange, routing_key):
             return None
-    if claimed[0] is not None:
-        believed = claimed if origins is None else origins.checked(message, headers, *claimed)
-        exchange, routing_key = believed
+    if exchange is not None and routing_key is not None:
+        if origins is not None:
+            exchange, routing_key = origins.checked(message, headers, exchange, routing_key)
         message.delivery_info.update(exchange=exchange, routing_key=routing_key)
     said = DelayHeaders(headers.due_ms, queue=headers.queue, registry=headers.registry)
     kept, restored = said.to_headers(), dict(headers.others)
