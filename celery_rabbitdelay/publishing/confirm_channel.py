@@ -34,7 +34,9 @@ OnSettled: TypeAlias = Callable[[Publication], None]
 
 
 class Unconfirmed(dict[int, Publication]):
-    """The unsettled publications of one channel, by delivery tag. Opens no connection.
+    """The unsettled publications of one channel, by delivery tag, in the order of sending.
+
+    Opens no connection.
 
     Args:
         on_settled: Called with each publication once it is settled.
@@ -43,10 +45,6 @@ class Unconfirmed(dict[int, Publication]):
     def __init__(self, on_settled: OnSettled) -> None:
         super().__init__()
         self.on_settled = on_settled
-
-    def all(self) -> list[Publication]:
-        """Return the publications in the order of sending."""
-        return list(self.values())
 
     def forget(self, publications: Collection[Publication]) -> None:
         """Stop waiting for some of them; later answers about them are ignored."""

@@ -343,7 +343,7 @@ class PublishLoop:
     def excuse(self, seconds: float) -> None:
         """Extend all deadlines by a time in which no answers could be read."""
         self._progress += seconds
-        in_flight = self._channel.unconfirmed.all() if self._channel else []
+        in_flight = self._channel.unconfirmed.values() if self._channel else ()
         for publication in (*in_flight, *(publication for _, publication in self._queued)):
             publication.deadline += seconds
 
@@ -402,7 +402,7 @@ class PublishLoop:
             raise exceptions.ConnectionBlocked(*oldest.address(), BLOCKED)
         now = time.monotonic()
         taken_at = oldest.deadline - self.policy.timeout
-        over = [each for each in channel.unconfirmed.all() if each.deadline <= now]
+        over = [each for each in channel.unconfirmed.values() if each.deadline <= now]
         if self.last_settled <= taken_at or not channel.unconfirmed:
             # The broker has answered nothing, perhaps because all messages were for a queue that
             # does not answer. If their source has something else to publish, that one will show it.
@@ -473,7 +473,7 @@ class PublishLoop:
         """
         if self._channel is None:
             return 0
-        written, in_flight = self._channel.unanswered, self._channel.unconfirmed.all()
+        written, in_flight = self._channel.unanswered, [*self._channel.unconfirmed.values()]
         self._channel = None
         for publication in written:
             publication.unanswered |= not closed_for_one

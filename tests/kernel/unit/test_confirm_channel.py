@@ -47,5 +47,5 @@ def test_each_answer_settles_what_it_means_once(
             else:
                 assert isinstance(each.error, MessageNacked)
                 assert each.error.routing_key == each.routing_key
-        assert waiting.all() == [sent[number] for number in left]
+        assert [*waiting.values()] == [sent[number] for number in left]
         assert len(waiting) == len(left)

@@ -513,7 +513,7 @@ def test_a_message_that_is_given_up_alone_may_have_arrived_if_it_was_written(sen
     is_over(first, third)
     sent.loop.last_settled = time.monotonic()  # another message was confirmed just now
     sent.loop.check_time()
-    assert (sent.done, sent.channel.unconfirmed.all()) == ([first, third], [second])
+    assert (sent.done, [*sent.channel.unconfirmed.values()]) == ([first, third], [second])
     assert sent.may_have_arrived() == [True, False]
 
 
@@ -576,7 +576,7 @@ def test_a_suspect_that_is_given_up_does_not_keep_the_loop_from_its_source(sent:
     for each in sent.messages:
         loop.send()
         # One at a time, and none of the source's.
-        assert loop.channel.unconfirmed.all() == [each]
+        assert [*loop.channel.unconfirmed.values()] == [each]
         each.single_attempt = True
         is_over(each)
         loop.check_time()
