@@ -153,14 +153,10 @@ def _lines(found: dict[str, Any], has_checkin: bool) -> Iterator[str]:
         f"with the routing key {published['routing_key']}"
     )
     if found["meditations"]:
-        first, *_ = found["stops"]
-        times = "once" if found["meditations"] == 1 else f"{found['meditations']:,} times"
         yield (
             f"The delay is above the capacity of {duration_text(found['capacity_ms'])}, so the "
-            f"message meditates: it waits {duration_text(first['ttl_ms'])} in {first['queue']} "
-            f"{times}. Then "
-            f"check-in publishes it to {entered['exchange']} with the routing key "
-            f"{entered['routing_key']}"
+            f"message meditates first. Then check-in publishes it to {entered['exchange']} with "
+            f"the routing key {entered['routing_key']}"
         )
     yield f"When it is due, {found['delivery']} hands it to the queue {queue}"
     if found["meditations"] and not has_checkin:

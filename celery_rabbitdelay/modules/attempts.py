@@ -434,13 +434,8 @@ class Forwarder:
             explained = outgoing._replace(message=outgoing.message.saying(reason=reason))
             bare = forwarding.without_headers(explained)
             return self._publication(received, bare, forwarding.encoded(bare, self.frame_max))
-        logger.error(
-            "%s: a message is rejected, so that the broker puts it into %s, which does not take it "
-            "from here: %s",
-            self.name,
-            self.undeliverable,
-            error.reason,
-        )
+        text = "%s: a message is rejected, because %s does not take it from here: %s"
+        logger.error(text, self.name, self.undeliverable, error.reason)
         received.settlement, received.outgoing, received.held = REJECT, iter(()), None
         return None
 
@@ -463,12 +458,8 @@ class Forwarder:
         later = self.redelivery.after_failure(outgoing, said, reason, makes_copies)
         destination = self._destination(outgoing)
         if later.reroute is not None and self._not_taken.allows(destination):
-            logger.warning(
-                "%s: %s does not take a message, which waits in the levels and is tried again: %s",
-                self.name,
-                destination,
-                reason,
-            )
+            text = "%s: %s does not take a message, which waits in the levels: %s"
+            logger.warning(text, self.name, destination, reason)
         return self._put_back(received, outgoing, later, reason)
 
     def _put_back(

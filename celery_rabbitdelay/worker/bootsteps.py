@@ -124,13 +124,10 @@ class WorkerDeclaration:
                 # The tasks of a broadcast come by its exchange, and most of them are on time.
                 if isinstance(error, AccessRefused) and not is_broadcast:
                     raise
-                logger.warning(
-                    "The queue %r of this worker alone is not bound to the levels, so that no "
-                    "delayed task reaches it by its name (if it is on another broker than the one "
-                    "that tasks are sent to, it cannot be): %s",
-                    queue.name,
-                    error,
+                text = (
+                    "No delayed task reaches the queue %r, which cannot be bound to the levels: %s"
                 )
+                logger.warning(text, queue.name, error)
 
     def connection_lost(self) -> None:
         """Look for what is missing on the next connection, and declare it."""

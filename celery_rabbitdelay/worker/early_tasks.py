@@ -458,11 +458,8 @@ class EarlyTasks(BatchThread[Early]):
             self.give(early)
             return
         if self._failures.allows():
-            logger.warning(
-                "A task that does not run here could not be published; the worker holds it and "
-                "tries again, without a further warning for an hour: %s",
-                error,
-            )
+            text = "A task that does not run here could not be published, and is tried again: %s"
+            logger.warning(text, error)
         self._try_again(early, TRY_AGAIN)
 
     def _try_again(self, early: Early, seconds: float) -> None:

@@ -51,7 +51,8 @@ def test_the_command_takes_any_layout(offline: Callable[..., Result]) -> None:
     assert (found["meditations"], found["entered"]["routing_key"]) == (1, "1.1.0.0.my-key")
     assert [stop["ttl_ms"] for stop in found["stops"]] == [15_000, 8000, 4000]
     words = offline("route", "27", "--layout", SEED, "-Q", "my-key").stdout
-    assert "waits 0:00:15 in rabbitdelay.meditation once" in words
+    assert "meditates first. Then check-in publishes it to rabbitdelay.a.x1 with the" in words
+    assert "1     rabbitdelay.meditation  0:00:15" in words
 
     told = offline("route", "5", "--tick", "1", "--prefix", "p", "--shards", "2", "--task-id", "x")
     assert re.search(r"p\.seconds\.5\.s[01]", told.stdout)
