@@ -6,15 +6,15 @@ HTTP comes in here, and nowhere else: everything else is called as the commands 
 FastAPI, Flask and Django users run most of them already; htmx, in ``static`` with its licence, only
 fetches a page again and replaces a part of it, so that a page works without it.
 
-Read ``options`` (the options, and hashes of passwords), then who may: ``sessions`` (cookies, and
-the tokens of forms) and ``access`` (the sender of a request, and what every request and answer has
-to have). ``site`` is what all requests share: cached readings of the servers, and long actions.
-``asked`` is what a view gets; it returns what its page and its JSON show. The views are ``now``
-(Now, Health), ``levels``, ``waiting``, ``deciding`` (cancel, postpone, run now), ``undeliverable``
-and so on, each named like its page; ``pages`` is the table of them. ``query`` is the language of
-the search for tasks, and ``search`` runs it. ``problems`` says what is wrong, and ``charts`` where
-the bars and lines of a picture stand. ``shown`` renders texts that anybody may have written,
-``asgi`` makes the application, and ``command`` serves it.
+Read ``options`` (the options, and hashes of passwords), then ``access`` (the sender of a request:
+sessions, cookies, tokens of forms; and what every request and answer has to have). ``site`` is what
+all requests share: cached readings of the servers, and long actions. ``asked`` is what a view gets;
+it returns what its page and its JSON show. The views are ``now`` (Now, Health), ``levels``,
+``waiting``, ``deciding`` (cancel, postpone, run now), ``undeliverable`` and so on, each named like
+its page; ``pages`` is the table of them. ``query`` is the language of the search for tasks, and
+``search`` runs it. ``states`` is the one rule of which due tasks are held or overdue. ``problems``
+says what is wrong, and ``charts`` where the bars and lines of a picture stand. ``shown`` renders
+texts that anybody may have written, ``asgi`` makes the application, and ``command`` serves it.
 """
 
 from __future__ import annotations
