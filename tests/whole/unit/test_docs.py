@@ -83,6 +83,12 @@ def test_the_page_of_the_api_has_every_public_name() -> None:
         assert set(told) == public - modules
 
 
+def test_the_documentation_stays_short() -> None:
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    assert len(pages) <= 50
+    assert sum(len(page.read_text().split()) for page in pages) <= 48_000
+
+
 def test_each_link_of_the_pages_on_top_leads_to_a_file() -> None:
     for page in ("README.md", "CONTRIBUTING.md"):
         text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
