@@ -433,10 +433,10 @@ class Celery(DelayingCelery):
         task_id, given = task_sending.given_producer.get() or ("", None)
         if producer is None and given and task_id == celery_internals.task_that_is_sent():
             producer = given
-        stand_in = self.rabbitdelay.stand_in
+        fake_broker = self.rabbitdelay.fake_broker
         ours = task_sending.DelayedTaskProducer, task_sending.EtaProducer
-        if stand_in is not None and not isinstance(producer, ours):
-            return nullcontext(stand_in.producer)
+        if fake_broker is not None and not isinstance(producer, ours):
+            return nullcontext(fake_broker.producer)
         acquiring = super().producer_or_acquire(producer)
         if not celery_internals.sends_a_group():
             return acquiring

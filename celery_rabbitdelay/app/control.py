@@ -45,10 +45,10 @@ class DelayingControl(Control):
             *more: Further arguments of Celery.
             **options: Further arguments of Celery.
         """
-        stand_in = _delays_of(self).stand_in
-        if stand_in is None:
+        fake_broker = _delays_of(self).fake_broker
+        if fake_broker is None:
             return super().broadcast(command, arguments, *more, **options)
-        return stand_in.broadcast(command, arguments or {})
+        return fake_broker.broadcast(command, arguments or {})
 
     def revoke(self, task_id: Any, *more: Any, **options: Any) -> Any:
         """Tell all workers not to run tasks, as in Celery; the registry, if there is one, as well.

@@ -35,7 +35,12 @@ from celery_rabbitdelay.app import celery_internals, signals
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
 from celery_rabbitdelay.app.options import Args, Kwargs, Options, Result, TaskOrName
-from celery_rabbitdelay.app.pipelines import Sent, TaskPipeline, current_pipeline, publish_task
+from celery_rabbitdelay.app.pipelines import (
+    PublishedTask,
+    TaskPipeline,
+    current_pipeline,
+    publish_task,
+)
 from celery_rabbitdelay.app.seams import NO_HEADERS, Call, additions_of
 from celery_rabbitdelay.app.task_sending import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError
@@ -395,7 +400,7 @@ class Copies:
             template, publication, pipeline = self._copy(task, args, kwargs, options)
         except _NotACopy:
             return None
-        sent: Sent = publication.context
+        sent: PublishedTask = publication.context
         producer = template.producer
         if not template.ignores_result:
             app.backend.on_task_call(producer, sent.task_id)
@@ -456,7 +461,9 @@ class Copies:
             raise
         except Exception as error:  # Celery tries once more, and raises its own error
             raise _NotACopy from error
-        publication.context = Sent(template.producer.name, task_id, due.at_ms, template.label)
+        publication.context = PublishedTask(
+            template.producer.name, task_id, due.at_ms, template.label
+        )
         return template, publication, pipeline
 
     def of_rows(

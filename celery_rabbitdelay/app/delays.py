@@ -47,13 +47,13 @@ class DelayingCelery(celery.Celery):
             """The application's delay levels."""
 
 
-class StandIn(NamedTuple):
-    """Replaces an application's broker in tests.
+class FakeBroker(NamedTuple):
+    """Records the messages of an application in tests, instead of a broker.
 
     Attributes:
-        publisher: Takes those that would wait in the levels.
-        producer: Takes all others.
-        broadcast: Takes the name and the arguments of each command to the workers.
+        publisher: Takes the messages that would wait in the levels.
+        producer: Takes all other messages.
+        broadcast: Takes the name and the arguments of a command to the workers.
     """
 
     publisher: Publisher
@@ -69,13 +69,13 @@ class Delays:
 
     Attributes:
         recorder: Records values in ``metrics`` once these are in use.
-        stand_in: Takes the messages instead of the broker, in tests; None otherwise.
+        fake_broker: Used instead of the broker in tests; None otherwise.
     """
 
     def __init__(self, app: DelayingCelery) -> None:
         self.app = app
         self.recorder = Recorder()
-        self.stand_in: StandIn | None = None
+        self.fake_broker: FakeBroker | None = None
         self._parts: dict[Callable[[Delays], object], Any] = {}
         self._instead: Mapping[Callable[[Delays], object], Callable[[Delays], object]] = {}
         self._countdowns = WarningLimit(logger, "Delays treated as countdowns", HOUR)
@@ -239,21 +239,21 @@ class Delays:
     @contextmanager
     def replaced_by(
         self,
-        stand_in: StandIn,
+        fake_broker: FakeBroker,
         instead: Mapping[Callable[[Delays], object], Callable[[Delays], object]] = {},
     ) -> Iterator[None]:
-        """Let something else take all messages during a block.
+        """Replace the broker within a block.
 
         Args:
-            stand_in: Takes the messages.
-            instead: Replaces the functions that make a :meth:`part`, by these functions.
+            fake_broker: Takes all messages.
+            instead: The function to call instead of a function that makes a :meth:`part`.
         """
-        former = self.stand_in, self._instead, self._parts
-        self.stand_in, self._instead, self._parts = stand_in, instead, {}
+        former = self.fake_broker, self._instead, self._parts
+        self.fake_broker, self._instead, self._parts = fake_broker, instead, {}
         try:
             yield
         finally:
-            self.stand_in, self._instead, self._parts = former
+            self.fake_broker, self._instead, self._parts = former
 
 
 def _is_rabbitmq(connection: Connection) -> bool:

@@ -40,7 +40,7 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 MIN_TIMEOUT: Final = 0.1
 
 
-class Sent(NamedTuple):
+class PublishedTask(NamedTuple):
     """A task whose message is published: the context of its :class:`.Publication`.
 
     Attributes:
@@ -94,7 +94,7 @@ class TaskPipeline:
         """
         if delays is not self.delays or not self._is_usable or _owner() != self._owner:
             return False
-        if delays.stand_in is not None:
+        if delays.fake_broker is not None:
             return False  # it confirms at once
         if connection is None or self._producer is not None:
             return connection is (self._producer and self._producer.connection)
@@ -224,7 +224,7 @@ class TaskPipeline:
             self._is_noting = False
 
     def _note(self, publication: Publication) -> None:
-        sent: Sent = publication.context
+        sent: PublishedTask = publication.context
         error = publication.error
         recorder = self.delays.recorder
         recorder.record_send(sent.task, sent.queue, error is None, publication.resent)
@@ -248,7 +248,7 @@ def publish_task(
 
     Args:
         delays: The application's ``app.rabbitdelay``.
-        publication: The message, with a :class:`Sent` as its context.
+        publication: The message, with a :class:`PublishedTask` as its context.
         policy: How long, and how often, it is tried.
         declares: The arguments ``declare`` and ``redeclare`` of :meth:`.Publisher.publish`.
         pipeline: The block that confirms it; None if it is confirmed on return.
@@ -265,7 +265,7 @@ def publish_task(
             publisher.publish(publication, policy._replace(timeout=left), **declares)
             is_confirmed = True
         finally:
-            sent: Sent = publication.context
+            sent: PublishedTask = publication.context
             delays.recorder.record_send(sent.task, sent.queue, is_confirmed, publication.resent)
 
 
@@ -285,8 +285,8 @@ def borrowed_publisher(
         NoPublisherFree: All publishers of the pool were in use for that long.
     """
     pipeline = current_pipeline(delays, connection)
-    if delays.stand_in is not None:
-        yield delays.stand_in.publisher
+    if delays.fake_broker is not None:
+        yield delays.fake_broker.publisher
     elif pipeline is not None and pipeline.has_publisher:
         with pipeline.lent() as publisher:
             yield publisher

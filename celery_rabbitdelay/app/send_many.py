@@ -196,8 +196,8 @@ class RowSender(Sending):
         self._task = task
         self._name = task if isinstance(task, str) else task.name
         self._tolerance_ms = tolerance_ms
-        # What stands in for the broker takes messages of single rows.
-        self._envelopes = envelopes and delays.stand_in is None
+        # A fake broker takes messages of single rows.
+        self._envelopes = envelopes and delays.fake_broker is None
         own, stamps = without_stamps(options)
         known = delays.app.tasks.get(task) if isinstance(task, str) else task
 

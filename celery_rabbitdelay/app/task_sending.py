@@ -174,7 +174,9 @@ class DelayedTaskProducer(DelayedProducer):
     def deliver(self) -> None:
         """Publish the message that was made."""
         delayed, due = self.delayed, self._due
-        sent = pipelines.Sent(self.name, self._given["task_id"], due.at_ms, queue_label(delayed))
+        sent = pipelines.PublishedTask(
+            self.name, self._given["task_id"], due.at_ms, queue_label(delayed)
+        )
         address = partial(self.address, delayed, due)
         try:
             publication = Publication.of(delayed.message.amqp(), address, sent)
@@ -187,7 +189,7 @@ class DelayedTaskProducer(DelayedProducer):
         )
 
     def _publish_event(self, body: object, options: Options) -> None:
-        if self._delays.stand_in is not None:
+        if self._delays.fake_broker is not None:
             return
         with ExitStack() as stack:
             if self._pipeline is None:

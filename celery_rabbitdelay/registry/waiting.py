@@ -296,7 +296,7 @@ class Waiting(Holding):
         topology = self._delays.settings.topology
 
         def backlog() -> Backlog:
-            if self._delays.stand_in is not None:
+            if self._delays.fake_broker is not None:
                 raise NotRecorded("show(), which asks the broker where a task waits")
             with closing(self._delays.app.connection_for_write()) as connection:
                 connect(connection)

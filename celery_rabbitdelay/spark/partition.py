@@ -92,7 +92,7 @@ class Counts:
 
 
 @dataclass
-class Sent(Counts, WriterCommitMessage):
+class PartitionReport(Counts, WriterCommitMessage):
     """The report of one partition, with its :class:`.Counts`.
 
     Attributes:
@@ -114,7 +114,7 @@ class PartitionSender:
         options: The options of the write.
         write: The name of the write.
         began_ms: Rows that were due before that are past, in milliseconds since 1970-01-01 UTC.
-        sent: The report.
+        report: The report.
     """
 
     app: Celery
@@ -122,11 +122,11 @@ class PartitionSender:
     options: WriteOptions
     write: str
     began_ms: int
-    sent: Sent
+    report: PartitionReport
     _tasks: dict[str, CeleryTask | str | InvalidRow] = field(default_factory=dict, init=False)
     _refused: list[list[object]] = field(default_factory=list, init=False)
 
-    def send(self, batches: Iterator[pa.RecordBatch], ids: TaskIds) -> Sent:
+    def send(self, batches: Iterator[pa.RecordBatch], ids: TaskIds) -> PartitionReport:
         """Send rows; the broker has confirmed all of them on return.
 
         Raises:
@@ -143,21 +143,21 @@ class PartitionSender:
                     self._send_chunk(self.columns.taken(chunk, ids))
         except Exception as error:
             # Spark does not say which one.
-            error.add_note(f"This was partition {self.sent.partition}, whose rows count from 0.")
+            error.add_note(f"This was partition {self.report.partition}, whose rows count from 0.")
             raise
-        return self.sent
+        return self.report
 
     def _row(self, taken: Taken) -> Given | None:
         """Return a row as it is sent; None if it is dropped."""
         row = taken.row
-        self.sent.rows += row.count if isinstance(row, WrittenRows) else 1
+        self.report.rows += row.count if isinstance(row, WrittenRows) else 1
         if isinstance(row, Exception):
             raise row
         if self.options.past == "send" or isinstance(row, WrittenRows) or not self._is_past(row):
             return row
         if self.options.past == "refuse":
             raise InvalidRow(shown(taken.given), "its time has passed (past = 'refuse')")
-        self.sent.dropped += 1
+        self.report.dropped += 1
         return None
 
     def _is_past(self, row: Row) -> bool:
@@ -208,8 +208,8 @@ class PartitionSender:
 
     def _send_many(self, shared: Shared, rows: Iterable[Given]) -> None:
         options: dict[str, Any] = json.loads(shared.options)
-        if self.sent.job:
-            options |= {"job": self.sent.job, "once": True}
+        if self.report.job:
+            options |= {"job": self.report.job, "once": True}
         if self.app.main == MADE:  # it does not know how the queue was declared
             queue = options.get("queue") or self.app.conf.task_default_queue
             self.app.amqp.queues.add(Queue(queue, no_declare=True))
@@ -223,7 +223,7 @@ class PartitionSender:
             report = failed.report
             raise
         finally:
-            self.sent.add(report)
+            self.report.add(report)
 
     def _paced(self, rows: Iterable[Given], rate: float) -> Iterator[Given]:
         """Yield rows when their time has come, by the rate that all partitions share."""
@@ -231,7 +231,7 @@ class PartitionSender:
         for row in rows:
             if reserved < _count(row):
                 number = max(_count(row), int(rate * RESERVED_FOR))
-                time.sleep(registry.reserve(self.sent.job, number, rate))
+                time.sleep(registry.reserve(self.report.job, number, rate))
                 reserved += number
             reserved -= _count(row)
             yield row
@@ -240,9 +240,9 @@ class PartitionSender:
         # Spark writes small and valid rows only.
         if self.options.errors_path is None or isinstance(taken.row, WrittenRows):
             raise error
-        self.sent.refused[type(error).__name__] += 1
+        self.report.refused[type(error).__name__] += 1
         context = TaskContext.get()
-        attempt = f"{self.sent.partition}.{0 if context is None else context.attemptNumber()}"
+        attempt = f"{self.report.partition}.{0 if context is None else context.attemptNumber()}"
         texts = (type(error).__name__, str(error), self.write, attempt)
         self._refused.append([*taken.given.values(), *texts])
 
@@ -262,7 +262,7 @@ class PartitionSender:
         arrow = arrow.with_metadata({SPARKS_SCHEMA: schema.json()})
         filesystem, folder = folder_of(self.options.errors_path)
         # A random name: Spark may run the same partition again.
-        name = f"{folder}/part-{self.sent.partition:05}-{uuid4()}.parquet"
+        name = f"{folder}/part-{self.report.partition:05}-{uuid4()}.parquet"
         pq.write_table(pa.Table.from_arrays(arrays, schema=arrow), name, filesystem=filesystem)
         self._refused = []
 

@@ -29,7 +29,7 @@ from celery_rabbitdelay.spark import application
 from celery_rabbitdelay.spark.columns import Columns, TaskIds
 from celery_rabbitdelay.spark.grouped import Grouping
 from celery_rabbitdelay.spark.options import WriteOptions
-from celery_rabbitdelay.spark.partition import Counts, PartitionSender, Sent, folder_of
+from celery_rabbitdelay.spark.partition import Counts, PartitionReport, PartitionSender, folder_of
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Dispatched(Counts):
         job: The job of the registry; None without one.
     """
 
-    partitions: Sequence[Sent]
+    partitions: Sequence[PartitionReport]
     job: str | None
 
     def __str__(self) -> str:
@@ -99,7 +99,8 @@ def dispatch(
     except BaseException:  # an interrupt as well: no task of an aborted job runs
         writer.abort([])
         raise
-    found: list[Sent] = [pickle.loads(row.sent) for row in rows]  # noqa: S301 - by the lines above
+    # Pickled by send, above.
+    found: list[PartitionReport] = [pickle.loads(row.sent) for row in rows]  # noqa: S301
     writer.commit(found)
     report = Dispatched(sorted(found, key=lambda each: each.partition), writer.job)
     for each in found:
@@ -179,7 +180,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
         self._opens_jobs = self._has_registry and options.job is None
 
     @application.briefly
-    def write(self, iterator: Iterator[Any]) -> Sent:
+    def write(self, iterator: Iterator[Any]) -> PartitionReport:
         """Send the rows of one partition, which come in batches of Arrow; runs in an executor."""
         names = self._of_batch or _of_micro_batch(self._options)
         app, options = application.application_of(self._options.application), self._options
@@ -190,8 +191,8 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
                 self._open(app, names.write)
             context = TaskContext.get()
             partition = 0 if context is None else context.partitionId()
-            sent = Sent(partition, names.write if self._has_registry else "")
-            sender = PartitionSender(app, found, options, names.write, names.began_ms, sent)
+            report = PartitionReport(partition, names.write if self._has_registry else "")
+            sender = PartitionSender(app, found, options, names.write, names.began_ms, report)
             return sender.send(iterator, TaskIds(names.job_id))
 
     @application.briefly
@@ -203,7 +204,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
             RegistryUnavailable: Redis does not answer; the job expires.
         """
         app = application.application_of(self._options.application)
-        jobs = {each.job for each in messages if isinstance(each, Sent) and each.rows}
+        jobs = {each.job for each in messages if isinstance(each, PartitionReport) and each.rows}
         with closing(app.rabbitdelay):
             for job in jobs if self._opens_jobs else ():
                 app.rabbitdelay.commit_job(job)
@@ -213,7 +214,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
         """Let no task run: a partition has failed."""
         app = application.application_of(self._options.application)
         # Only the executors know a micro-batch's job, which is the same for all of them.
-        jobs = {each.job for each in messages if isinstance(each, Sent)}
+        jobs = {each.job for each in messages if isinstance(each, PartitionReport)}
         if self.job is not None:
             jobs.add(self.job)
         # The user gets the error that ended the write; without Redis, the job expires.

@@ -25,7 +25,7 @@ from kombu import Connection, Producer, Queue
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.celery_internals import results_kept_in
-from celery_rabbitdelay.app.delays import Delays, StandIn
+from celery_rabbitdelay.app.delays import Delays, FakeBroker
 from celery_rabbitdelay.exceptions import NotRecorded
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, instant_of
@@ -82,7 +82,7 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
     with ExitStack() as stack:
         stack.enter_context(
             app.rabbitdelay.replaced_by(
-                recording.stand_in, {open_registry: recording.open_registry}
+                recording.fake_broker, {open_registry: recording.open_registry}
             )
         )
         if not isinstance(app.backend, DisabledBackend):
@@ -103,7 +103,7 @@ class Recording:
 
     Attributes:
         recorded: The tasks in the order of their sends.
-        stand_in: What takes the application's messages.
+        fake_broker: Takes the application's messages.
         lock: Held while the record changes.
         clock: The package's clock in the block, which :meth:`run_due` sets ahead.
     """
@@ -117,7 +117,7 @@ class Recording:
         connection = app.connection_for_write()
         publisher = RecordingPublisher(connection, self._record)
         producer = RecordingProducer(connection, self._record)
-        self.stand_in = StandIn(publisher, producer, self._broadcast)
+        self.fake_broker = FakeBroker(publisher, producer, self._broadcast)
 
     def open_registry(self, delays: Delays) -> RecordedRegistry:
         """Return what stands in for the registry."""
@@ -192,7 +192,7 @@ class Recording:
             RuntimeError: Tasks send one another without end; or the block has ended, or is not the
                 innermost one.
         """
-        if self._app.rabbitdelay.stand_in is not self.stand_in:
+        if self._app.rabbitdelay.fake_broker is not self.fake_broker:
             raise RuntimeError("run_due() is called within the block: tasks would send for real")
         self._stand_at(0)
         until_ms = None if within is None else Due.after(within).at_ms
