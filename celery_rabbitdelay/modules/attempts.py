@@ -17,6 +17,7 @@ from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.deliveries import Module, Received
 from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.limits import where_in_words
 from celery_rabbitdelay.publishing.message import Content, Publication, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import signed
 from celery_rabbitdelay.publishing.wire import REJECT
@@ -355,9 +356,7 @@ class Forwarder:
         """
         if outgoing.reroute is not None or outgoing.exchange == self.undeliverable:
             return None
-        if outgoing.exchange:
-            return f"the exchange {outgoing.exchange!r}"
-        return f"the queue {outgoing.routing_key!r}"
+        return where_in_words(outgoing.exchange, outgoing.routing_key)
 
     def give_up(
         self,

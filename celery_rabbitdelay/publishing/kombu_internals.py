@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from socket import SHUT_RDWR
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from amqp import spec
 from amqp.exceptions import ChannelError, NotFound
-from kombu import Connection, Consumer, Producer, Queue
+from kombu import Connection, Producer, Queue
 from kombu import compression as compressions
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.transport.base import to_rabbitmq_queue_arguments  # type: ignore[attr-defined]
@@ -318,10 +318,3 @@ def closing(connection: Connection) -> Iterator[Connection]:
     """Close a connection at the end of a block; drop it at once if the block is interrupted."""
     with conversation(connection, connection.release):
         yield connection
-
-
-def consumed_queue_name(consumer: Consumer, consumer_tag: str | None) -> str | None:
-    """Return the name of the queue that a consumer receives from under a consumer tag."""
-    private: Any = consumer
-    tags: Mapping[str, str] = private._active_tags
-    return next((name for name, tag in tags.items() if tag == consumer_tag), None)

@@ -6,7 +6,7 @@ When Celery moves one of them, tests/kernel/unit/test_upstream.py says which.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import amqp
@@ -20,7 +20,7 @@ from kombu.compression import compress
 
 from celery_rabbitdelay.exceptions import InvalidSetting, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import CHECKED_IN, DUE, shortened
-from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name, decompressed_size
+from celery_rabbitdelay.publishing.kombu_internals import decompressed_size
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.wire import Seen
 
@@ -76,7 +76,9 @@ class Delivery(NamedTuple):
 
 def name_of_queue(consumer: Consumer, message: Message) -> str | None:
     """Return the name of the queue that a worker has received a message from."""
-    return consumed_queue_name(consumer.task_consumer, message.delivery_info.get("consumer_tag"))
+    tags: Mapping[str, str] = consumer.task_consumer._active_tags
+    consumed = message.delivery_info.get("consumer_tag")
+    return next((name for name, tag in tags.items() if tag == consumed), None)
 
 
 def id_of(message: Message) -> str:
