@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, Final
 
-from tests.benchmarks import beside, journeys, levels, sending, web, web_request, workers
+from tests.benchmarks import beside, journeys, levels, sending, waiting, web, web_request, workers
 
 CASES: Final[dict[str, Callable[..., None]]] = {
     "sends": sending.sends,
@@ -23,6 +23,7 @@ CASES: Final[dict[str, Callable[..., None]]] = {
     "modules": workers.modules,
     "registry": workers.registry,
     "schedules": workers.schedules,
+    "waiting": waiting.waiting,
     "web": web.web,
     "web-request": web_request.web_request,
     "journeys": journeys.journeys,

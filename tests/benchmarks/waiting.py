@@ -1,0 +1,124 @@
+# ruff: noqa: T201  # a program at the terminal prints
+"""What tasks that wait take of the broker: disk, memory, processor."""
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kombu import Queue
+
+from celery_rabbitdelay import Row
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.benchmarks import measure
+from tests.kernel.integration.shop import make_app
+from tests.private_broker import private_broker
+
+#: When the tasks are due: in an hour at the earliest, and over a week.
+BEGIN, WEEK = 3600, 7 * 86_400
+
+#: Seconds until the broker has written down, and given back, what it does not need.
+CALM: Final = 30
+
+#: Plain tasks that come due while the broker is watched, and their delays of three stops.
+DUE, DUE_AFTER = 20_000, [61.3 + second for second in range(40)]
+
+_COLLECT: Final = "[garbage_collect(Process) || Process <- processes()]."
+_ROLL_OVER: Final = (
+    "[catch ra_log_wal:force_roll_over(W) || W <- [ra_log_wal, ra_quorum_queues_log_wal]]."
+)
+
+
+class Taken(NamedTuple):
+    """What a broker takes: bytes, and seconds of the processor."""
+
+    disk: float
+    allocated: float
+    used: float
+    processor: float
+
+
+def taken(broker: RabbitMQServer) -> Taken:
+    """Look at a broker, once it is calm.
+
+    Memory is given twice: allocated, which the memory alarm counts, and used of that.
+    """
+    time.sleep(CALM)
+    broker.ctl("eval", _COLLECT)
+    own = [each for each in Path("/proc").glob("[0-9]*") if _is_of(each, broker.pid)]
+    disk = sum(
+        file.stat().st_blocks * 512
+        for file in (broker.folder / "data").rglob("*")
+        if file.is_file()
+    )
+    memory = broker.ctl("eval", "{vm_memory_monitor:get_process_memory(), erlang:memory(total)}.")
+    allocated, used = map(float, memory.strip().strip("{}").split(","))
+    return Taken(disk, allocated, used, sum(map(_processor, own)))
+
+
+def _is_of(process: Path, group: int) -> bool:
+    try:
+        return os.getpgid(int(process.name)) == group
+    except ProcessLookupError:
+        return False
+
+
+def _processor(process: Path) -> float:
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def waiting(*, tasks: int = 100_000, tolerance: int = 60) -> None:
+    """What waiting tasks take: plain, and in envelopes with a tolerance in seconds."""
+    for name, options in {
+        "plain": {"envelopes": False},
+        "in envelopes": {"tolerance": tolerance},
+    }.items():
+        with private_broker() as broker:
+            print(f"\n{measure.about(broker)}: {tasks:,} tasks, {name}")
+            app = make_app({"broker_url": broker.url, "prefix": "waiting"})
+            _measure(broker, app, tasks, options)
+            app.close()
+
+
+def _measure(broker: RabbitMQServer, app: Any, tasks: int, options: Any) -> None:
+    chance, before = random.Random(7), taken(broker)
+    app.rabbitdelay.send_many("look", [Row(delay=86_400)])
+    levels = taken(broker)
+    for what, bytes_ in (
+        ("disk", levels.disk - before.disk),
+        ("memory", levels.used - before.used),
+    ):
+        print(f"  the levels: {bytes_ / 1e6:,.1f} MB of {what}")
+
+    def rows() -> Iterator[Row]:
+        return (Row((each,), delay=BEGIN + WEEK * chance.random()) for each in range(tasks))
+
+    report = app.rabbitdelay.send_many("look", rows(), **options)
+    print(f"  {tasks / report.messages:.1f} tasks a message")
+
+    def show(when: str, since: Taken) -> Taken:
+        now = taken(broker)
+        each = [(a - b) / tasks for a, b in zip(now, since, strict=True)]
+        print(
+            "  a task, {}: {:,.0f} B of disk, {:,.0f} of memory, {:,.0f} of it used".format(
+                when, *each[:3]
+            )
+        )
+        return now
+
+    sent = show("fresh", levels)
+    print(f"  a task, sent: {(sent.processor - levels.processor) / tasks * 1e6:,.0f} us")
+    broker.ctl("eval", _ROLL_OVER)
+    settled = show("in segments", levels)
+    if report.envelopes:
+        return
+    delays = (DUE_AFTER[number % len(DUE_AFTER)] for number in range(DUE))
+    app.rabbitdelay.send_many("look", (Row(delay=each) for each in delays), envelopes=False)
+    with app.connection_for_write() as connection:
+        queue = Queue(app.conf.task_default_queue)
+        wait_for(lambda: measure.count(connection, [queue.name]) >= DUE, "the tasks", interval=5)
+    spent = taken(broker).processor - settled.processor
+    print(f"  a task with three stops, sent and delivered: {spent / DUE * 1e6:,.0f} us")
