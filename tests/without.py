@@ -106,7 +106,8 @@ def delete(folder: Path, rooms: set[str]) -> None:
                 names |= set(found[1].split(", "))
             elif line.strip().removesuffix(",") not in names:
                 lines.append(line)
-        (folder / name).write_text("".join(lines))
+        text = re.sub(r"^if TYPE_CHECKING:\n(?! )", "", "".join(lines), flags=re.MULTILINE)
+        (folder / name).write_text(text)
     contracts = folder / "pyproject.toml"
     text = contracts.read_text()
     for room in rooms:
