@@ -33,7 +33,7 @@ def prose(page: Path) -> str:
 
 def sentences(text: str) -> list[str]:
     """Split paragraphs into sentences of four words at least."""
-    paragraphs = re.split(r"\n\s*\n|\n\s*[-*] |\n\w+:\n", text)
+    paragraphs = re.split(r"\n\s*\n|\n\s*[-*] |(?:^|\n)\w+:\n|\n {4}\S+: ", text)
     found = [each for one in paragraphs for each in SENTENCE.findall(" ".join(one.split()))]
     return [each for each in found if len(each.split()) > 3]
 
