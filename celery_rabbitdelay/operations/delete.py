@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Mapping
+from typing import Final
 
 import click
+from kombu import Connection
 
 from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.exceptions import ManagementUnavailable
+from celery_rabbitdelay.operations.management import management_api, management_option
 from celery_rabbitdelay.publishing import declaration
+from celery_rabbitdelay.publishing.kombu_internals import Counts
+
+#: Seconds. A quorum queue reports its totals every five seconds (``quorum_tick_interval``).
+TOTALS_AGE: Final = 6.0
 
 
 @shared.command()
@@ -18,12 +28,16 @@ from celery_rabbitdelay.publishing import declaration
 )
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@management_option
 @shared.topology_options
-def delete(force: bool, yes: bool, dry_run: bool, **options: object) -> None:
+def delete(
+    force: bool, yes: bool, dry_run: bool, management: str | None, **options: object
+) -> None:
     """Delete the levels from the broker; the queues of tasks stay.
 
     Stop producers and workers first: a message that is published meanwhile is lost, and so is one
-    that a worker holds, or that RabbitMQ holds because the queue of a task refuses it.
+    that a worker holds. Messages that dead-lettering holds, because the queue of a task refuses
+    them, are seen only where the management API answers.
     """
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json cannot ask: give --yes or --dry-run")
@@ -34,6 +48,10 @@ def delete(force: bool, yes: bool, dry_run: bool, **options: object) -> None:
         missing = declaration.missing(connection, topology)
         exchanges = sum(each.name not in missing for each in topology.all_exchanges)
         found = declaration.queue_counts(connection, topology.queues)
+        if not force:
+            declaration.refuse_to_lose(topology, found)
+        if any(found.values()):
+            found = _with_held(connection, management, found)
         if not force:
             declaration.refuse_to_lose(topology, found)
         counts = {name: each for name, each in found.items() if each is not None}
@@ -68,6 +86,40 @@ def delete(force: bool, yes: bool, dry_run: bool, **options: object) -> None:
         "consumers": consumers,
     }
     shared.answer(told, lines)
+
+
+def _with_held(
+    connection: Connection, management: str | None, counts: Mapping[str, Counts | None]
+) -> dict[str, Counts | None]:
+    """Return the counts with the messages that dead-lettering holds; warn if nobody says them.
+
+    They are due, and the queue that they go to has not taken them yet; perhaps it refuses. AMQP
+    counts the messages that are ready, and so leaves them out.
+    """
+    held: dict[str, int] = {}
+    try:
+        api = management_api(connection, management)
+        api.get("overview")
+        time.sleep(TOTALS_AGE)  # what is held by now is in the figures then
+        totals = api.get(
+            *("queues", connection.virtual_host or "/"),
+            disable_stats="true",
+            enable_queue_totals="true",
+        )
+        for each in totals:
+            if "messages" in each:  # or its node is away
+                counted = each["messages_ready"] + each["messages_unacknowledged"]
+                held[each["name"]] = each["messages"] - counted
+    except ManagementUnavailable as error:
+        click.echo(
+            "Warning: if the queue of a task refuses due messages, they are held in the levels, "
+            f"and only the management API shows them; look before you delete. {error}",
+            err=True,
+        )
+    return {
+        name: each and each._replace(messages=each.messages + held.get(name, 0))
+        for name, each in counts.items()
+    }
 
 
 def _ask(prefix: str, messages: int) -> None:

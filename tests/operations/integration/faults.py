@@ -76,6 +76,31 @@ def bind_again(place: Place, name: str) -> None:
             channel(place).queue_bind(name, binding.source, binding.pattern)
 
 
+def full_destination(place: Place) -> None:
+    """Dead-lettering holds due messages, because the queue of their task takes no more."""
+    channel(place).queue_delete("orders")
+    refusing = {**QUORUM, "x-max-length": 1, "x-overflow": "reject-publish"}
+    place.orders.queue_arguments = refusing
+    forget(place.connection)
+    place.declare()
+
+    def publish(exchange: str, key: str, times: int) -> None:
+        # A queue counts a message when it has confirmed it, and not before.
+        with place.connection.clone(transport_options={"confirm_publish": True}) as own:
+            channel: Any = own.default_channel
+            for _ in range(times):
+                channel.basic_publish(amqp.Message("due"), exchange, key)
+
+    def depth() -> int:
+        return int(channel(place).queue_declare("orders", passive=True).message_count)
+
+    # RabbitMQ tells those who publish to a queue first when it is above its bound that it refuses.
+    publish("", "orders", 2)
+    wait_for(lambda: depth() == 2, "a full queue")
+    route = place.topology.route(0.1, "orders")
+    publish(route.exchange, route.routing_key, 8)
+
+
 def nobody_declares(place: Place) -> None:
     without_levels(place)
     place.settings = replace(place.settings, declare="never")

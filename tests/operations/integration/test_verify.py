@@ -20,7 +20,7 @@ from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
 from celery_rabbitdelay.operations.verify import FAULTS as FINDINGS
 from celery_rabbitdelay.operations.verify import Finding, Verification, blocked
-from celery_rabbitdelay.publishing.declaration import declare_destination
+from celery_rabbitdelay.publishing.declaration import declare_destination, queue_counts
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.web import application
 from tests.browser import Browser
@@ -197,6 +197,34 @@ def test_only_a_danger_exits_with_1_and_a_warning_if_asked_to(
     assert f"  way out: `rabbitmqctl set_policy -p {place.name} " in told.stdout
     answer = checked("verify", asked.stdout)
     assert (answer["danger"], answer["warning"]) == (1, 1)
+
+
+def test_delete_refuses_while_dead_lettering_holds_due_messages(
+    place: Place, settings: dict[str, Any]
+) -> None:
+    faults.full_destination(place)
+    wait_for(lambda: not waiting(place), "all levels to be empty, as far as AMQP says")
+
+    command = "rabbitdelay delete --yes --management"
+    blind = run_celery(settings, f"{command} {NOWHERE} --dry-run")
+    refused = run_celery(settings, f"{command} {place.management_url}")
+
+    assert blind.returncode == 0
+    assert blind.stderr.startswith("Warning: if the queue of a task refuses due messages, ")
+    assert refused.returncode == 1
+    assert (
+        " messages still wait in 1 queues under the prefix 'shop', for example in shop.ms.100"
+        in (refused.stderr)
+    )
+    forced = run_celery(settings, f"{command} {place.management_url} --force")
+    assert forced.returncode == 0, forced.stderr
+    assert "8 messages are lost: shop.ms.100\n" in forced.stdout
+
+
+def waiting(place: Place) -> int:
+    """Return how many messages are ready in the levels."""
+    counts = queue_counts(place.connection, place.topology.queues)
+    return sum(each.messages for each in counts.values() if each)
 
 
 def test_the_consumers_of_a_worker_and_of_a_reader_are_no_strangers(
