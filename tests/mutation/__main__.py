@@ -27,10 +27,9 @@ PACKAGE: Final = Path("celery_rabbitdelay")
 ROOMS: Final = ("levels", "modules")
 
 #: Pure files of other rooms.
-ELSEWHERE: Final = ("operations/undeliverable/redriving.py", "publishing/message.py")
+ELSEWHERE: Final = ("operations/redriving.py", "publishing/message.py")
 
-#: Files of these rooms that talk to a broker, or run threads. ``modules/probe.py`` does so as well,
-#: but leaves the thread to ``modules/service.py``, and its unit tests give it a mock for a channel.
+#: Files of these rooms that talk to a broker, or run threads.
 NOT_PURE: Final = frozenset({"modules/deliveries.py", "modules/service.py"})
 
 #: How many mutants of a file are tried.
