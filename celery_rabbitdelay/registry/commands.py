@@ -108,7 +108,7 @@ def show(task: str | None, key: str | None) -> None:
 
 def _facts(found: KnownTask) -> Iterator[str]:
     """Yield what is known, a line for each fact."""
-    due = found.due and f"{shared.local(found.due)}, in {_left(found.due)}"
+    due = found.due and f"{shared.local(found.due)}, {_when(found.due)}"
     may_be_in = ", ".join(f"{name} ({count:,})" for name, count in found.may_be_in.items())
     route = f"exchange {found.exchange!r}, routing key {found.routing_key!r}"
     facts = {
@@ -122,11 +122,17 @@ def _facts(found: KnownTask) -> Iterator[str]:
         "priority": found.priority is not None and str(found.priority),
         "key": found.key,
         "job": found.job and f"{found.job}, {found.job_state or 'unknown'}",
-        "may be in": due and f"{may_be_in or 'no level'}, by its due time, now and the layout",
+        "may be in": due and f"{may_be_in or 'no level'}, judging by its due time",
         "missing": shared.first_of(found.missing),
     }
     yield f"{found.task_id}: {found.state}"
     yield from shared.aligned([(f"  {name}", fact) for name, fact in facts.items() if fact])
+
+
+def _when(due: datetime) -> str:
+    """Return when an instant is or was, seen from now, in whole seconds."""
+    late_ms = int((wall_clock.now() - due).total_seconds()) * 1000
+    return f"overdue by {duration_text(late_ms)}" if late_ms > 0 else f"in {_left(due)}"
 
 
 def _left(due: datetime) -> str:

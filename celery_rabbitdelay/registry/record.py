@@ -312,7 +312,7 @@ def _may_be_in(
         if delay_ms <= layout.capacity_ms and passed_ms <= delay_ms + tolerance_ms + SLACK_MS:
             others, digits = [], waits_in(layout, delay_ms, passed_ms, tolerance_ms, SLACK_MS)
     if due_ms <= now_ms:
-        others += [DISTRIBUTE, "paused"]
+        others += [DISTRIBUTE, "undeliverable", "paused"]
     for name in others:
         if (counts := backlog.others.get(name)) and counts.messages:
             yield name, counts.messages

@@ -7,8 +7,11 @@ from uuid import uuid4
 
 import pytest
 from click.testing import Result
+from kombu import Connection, Producer
 
+from celery_rabbitdelay.testing import wait_for
 from tests import json_schemas
+from tests.kernel.integration.arrivals import wait_until_waiting
 from tests.kernel.integration.shop import PATIENCE
 from tests.kernel.integration.worker import Worker
 
@@ -63,6 +66,21 @@ def test_show_tells_what_is_known_of_one_task(shop: Any) -> None:
     assert (facts["task"], facts["arguments"], facts["key"]) == ("look", "(7,) {}", key)
     assert (data["task_id"], data["args"]) == (task_id, "(7,)")
     assert answer(shop, f"show {uuid4()}", "show", status=1) == {"task": None}
+
+
+def test_show_tells_how_late_a_task_is_and_that_it_may_be_undeliverable(
+    shop: Any, connection: Connection
+) -> None:
+    task_id = send(shop, 0.1)
+    undeliverable = shop.rabbitdelay.topology.module_queues.undeliverable.name
+    Producer(connection).publish("", routing_key=undeliverable)
+    wait_until_waiting(connection, undeliverable, 1)
+
+    def overdue() -> bool:
+        return ", overdue by 0:0" in invoke(shop, f"show {task_id}").stdout
+
+    wait_for(overdue, "the task to be overdue", PATIENCE)
+    assert answer(shop, f"show {task_id}", "show")["task"]["may_be_in"]["undeliverable"] == 1
 
 
 def test_tasks_are_cancelled_and_postponed_by_id_and_by_key(shop: Any) -> None:
