@@ -1,20 +1,20 @@
-"""A page that shows what waits, and lets one act on it: ``celery rabbitdelay web``, or mounted.
+"""The web page: shows waiting tasks and acts on them. Run ``celery rabbitdelay web``, or mount it.
 
-HTTP comes in here, and nowhere else: everything else is called as the commands call it. Starlette
-(routes, requests and tests of ASGI), Jinja2 (templates that escape by default), itsdangerous
-(signed cookies) and uvicorn (the server of the command) are the extra ``web``, chosen because
-FastAPI, Flask and Django users run most of them already; htmx, in ``static`` with its licence, only
-fetches a page again and replaces a part of it, so that a page works without it.
+This is the only package that speaks HTTP; its views call the same functions as the commands. The
+extra ``web`` installs Starlette (routes, requests and tests of ASGI), Jinja2 (templates that escape
+by default), itsdangerous (signed cookies) and uvicorn (the command's server), because FastAPI,
+Flask and Django users run most of them already. htmx, in ``static`` with its licence, only fetches
+a page again and replaces a part of it, so the pages also work without scripts.
 
-Read ``options`` (the options, and hashes of passwords), then ``access`` (the sender of a request:
-sessions, cookies, tokens of forms; and what every request and answer has to have). ``site`` is what
-all requests share: cached readings of the servers, and long actions. ``asked`` is what a view gets;
-it returns what its page and its JSON show. The views are ``now`` (Now, Health), ``levels``,
-``waiting``, ``deciding`` (cancel, postpone, run now), ``undeliverable`` and so on, each named like
-its page; ``pages`` is the table of them. ``query`` is the language of the search for tasks, and
-``search`` runs it. ``states`` is the one rule of which due tasks are held or overdue. ``problems``
-says what is wrong, and ``charts`` where the bars and lines of a picture stand. ``shown`` renders
-texts that anybody may have written, ``asgi`` makes the application, and ``command`` serves it.
+Read ``options`` first (the options, and password hashes), then ``access`` (users, sessions,
+cookies, form tokens, and the headers of every answer). ``site`` holds what all requests share:
+cached readings of the servers, and long actions. A view takes an ``asked.Asked`` and returns the
+content of its page and its JSON. The views are named like their pages: ``now`` (Now, Health),
+``levels``, ``waiting``, ``deciding`` (cancel, postpone, run now), ``undeliverable`` and so on;
+``pages`` is the table of them. ``query`` is the search language, and ``search`` runs it. ``states``
+decides which due tasks are held and which are overdue. ``problems`` lists the problems on Now,
+``charts`` lays out bars and lines, ``shown`` escapes untrusted text, ``asgi`` makes the
+application, and ``command`` serves it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ __all__ = ["User", "application"]
 
 
 def application(app: Celery, **options: object) -> ASGIApp:
-    """Return the page as an ASGI application, to be served or mounted at any path.
+    """Return the page as an ASGI application, to serve or to mount at any path.
 
     Args:
         app: The Celery application, whose delays wait in RabbitMQ.
-        **options: The fields of :class:`.Options`; they override those of the setting
-            ``rabbitdelay_web``.
+        **options: The fields of :class:`.Options`; they override the setting ``rabbitdelay_web``.
 
     Raises:
         ImportError: The extra is missing: ``pip install 'celery-rabbitdelay[web]'``.

@@ -1,4 +1,4 @@
-"""Who sends a request (sessions, cookies, tokens), and what every request and answer must have."""
+"""Authenticate requests (sessions, cookies, form tokens), and harden every request and answer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from celery_rabbitdelay.web.site import Site
 
 logger = logging.getLogger(__name__)
 
-#: The headers of every answer. Nothing comes from elsewhere, no script or style stands in a page,
-#: nobody frames it or reads it from another origin, and no cache keeps it.
+#: The headers of every answer: nothing is loaded from another origin, no inline scripts or styles,
+#: no framing, no reading from another origin, and no caching.
 HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -45,47 +45,48 @@ HEADERS: Final = {
     "Cache-Control": "no-store",
 }
 
-#: The same where browsers heed it: over HTTPS, and on this machine. Elsewhere they log an error.
+#: The headers over HTTPS and on localhost. Elsewhere, browsers ignore the additional one and log an
+#: error.
 SECURE_HEADERS: Final = {**HEADERS, "Cross-Origin-Opener-Policy": "same-origin"}
 
-#: The number of wrong passwords that are compared for a name from one place within a number of
-#: seconds, and the seconds between two further ones.
+#: How many wrong passwords a name may try from one place within so many seconds, and the pause
+#: between further attempts, in seconds.
 MOST_WRONG, WRONG_WITHIN, PAUSE = 10, 60.0, 1.0
 
 #: How many wrong passwords are remembered; older ones are forgotten.
 REMEMBERED: Final = 10_000
 
-#: How many passwords wait to be compared, at most: about a second of work.
+#: The most passwords that wait to be compared: about a second of work.
 MOST_WAITING: Final = 5
 
-#: Headers that proxies add. Where only this machine may ask, nobody may ask through one.
+#: Headers that proxies add. If only this machine is answered, requests with them are refused.
 OF_PROXIES: Final = ("forwarded", "x-forwarded-", "via", "x-real-ip")
 
 #: The name of the cookie of a session.
 COOKIE: Final = "rabbitdelay"
 
-#: The cookie that the form for signing in is bound to. It is not the session's: a browser does not
-#: send that one when it follows a link from elsewhere, and must not lose it then.
+#: The cookie that the sign-in form is bound to. The session's own cookie cannot serve: a browser
+#: does not send that cookie when it follows a link from another site, and must not lose it then.
 SIGN_IN_COOKIE: Final = f"{COOKIE}-sign-in"
 
-#: The cookie that says who has signed in with this browser before.
+#: The cookie that names the user who has signed in with this browser before.
 KNOWN_COOKIE: Final = f"{COOKIE}-known"
 
-#: Seconds for which each of them lasts; none counts as another.
+#: The lifetime of each cookie, in seconds. A cookie is not accepted under another name.
 LASTS: Final = {COOKIE: 12 * 3600, SIGN_IN_COOKIE: 12 * 3600, KNOWN_COOKIE: 90 * 86_400}
 
-#: Seconds for which a process does not ask again which sessions others have ended.
+#: Seconds for which a process caches the list of ended sessions.
 FRESH: Final = 1.0
 
 
 class Shield:
-    """Refuses requests that come under a foreign name or from a foreign page; adds headers.
+    """Refuses requests for a foreign host name or from a foreign page; adds security headers.
 
-    A page of a stranger can let its own name point to this machine (DNS rebinding). The browser
-    then takes it for that stranger's, so the name in ``Host`` is checked.
+    A foreign site can point its own host name to this machine (DNS rebinding). The browser then
+    treats this page as part of that site, so the name in ``Host`` is checked.
 
     Args:
-        inner: The application behind it.
+        inner: The wrapped application.
         options: The options of the page.
     """
 
@@ -125,10 +126,10 @@ class Shield:
 
 
 def is_from_elsewhere(headers: Headers) -> bool:
-    """Return whether a browser says that another page has sent a request.
+    """Return whether another site's page has sent a request, by the browser's headers.
 
-    ``Sec-Fetch-Site`` is the browser's own word, where it sends it: over HTTPS, and to localhost.
-    Because of our ``Referrer-Policy``, the origin of our own forms is ``null``; those have tokens.
+    Browsers send ``Sec-Fetch-Site`` over HTTPS and to localhost; otherwise ``Origin`` decides.
+    Because of our ``Referrer-Policy``, our own forms have the origin ``null``; they carry tokens.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is not None:
@@ -152,9 +153,9 @@ class Session(NamedTuple):
     """The session of one browser.
 
     Attributes:
-        key: A random word, which the tokens of its forms are bound to.
-        name: Who has signed in; empty if nobody.
-        proof: What ties that to the password as it was then.
+        key: A random word; the tokens of the session's forms are bound to it.
+        name: The user who has signed in; empty for none.
+        proof: Ties the session to the user's password at that time.
     """
 
     key: str
@@ -163,15 +164,15 @@ class Session(NamedTuple):
 
     @classmethod
     def new(cls, name: str = "", proof: str = "") -> Session:
-        """Return a session with a key of its own."""
+        """Return a session with a new random key."""
         return cls(secrets.token_urlsafe(16), name, proof)
 
 
 class Sessions:
-    """Writes and reads cookies, and the tokens of forms.
+    """Writes and reads signed cookies and form tokens.
 
     Args:
-        secret: What signs them; None: a random one.
+        secret: Signs them; None for a random secret.
     """
 
     def __init__(self, secret: str | None = None) -> None:
@@ -184,14 +185,17 @@ class Sessions:
         self._proofs = Signer(secret, salt="proof", digest_method=sha256)
 
     def written(self, session: Session, name: str = COOKIE) -> str:
-        """Return a session as the value of the cookie of a name."""
+        """Return a session as a cookie's value.
+
+        A cookie is valid only under the name that it was written for.
+        """
         return str(self._serializers[name].dumps(list(session)))
 
     def read(self, cookie: str | None, name: str = COOKIE, since: float = 0) -> Session | None:
-        """Return the session of a cookie.
+        """Return the session in a cookie.
 
-        None if it is too old, or was not written here under this name; or if it is a user's and
-        older than ``since``, in seconds since 1970.
+        None if the cookie has expired, or was not signed here under this name, or if it is a
+        user's and older than ``since`` (seconds since 1970).
         """
         try:
             found, written = self._serializers[name].loads(
@@ -211,22 +215,22 @@ class Sessions:
         return self._tokens.verify_signature(_named(session, user), token)
 
     def proof(self, password_hash: str) -> str:
-        """Return what ties a session to a password: another password ends it."""
+        """Return a signature that ties a session to a password: a new password ends the session."""
         return self._proofs.get_signature(password_hash).decode()
 
 
 class EndedSessions:
-    """The sessions that ended before their time, because users have signed out.
+    """The sessions that users have ended by signing out.
 
-    With a registry, all processes that serve the page know them, also after a restart. While Redis
-    is away, a process knows those that it has ended itself, and those that it knew before. Without
-    a registry, it does not accept sessions that are older than itself.
+    With a registry, all processes that serve the page share this list, and it survives restarts.
+    While Redis is unavailable, a process uses its last reading and its own sign-outs. Without a
+    registry, a process refuses all sessions that began before the process did.
 
     Args:
         delays: The application's delays.
 
     Attributes:
-        known_since: Since when they are known, in seconds since 1970.
+        known_since: Earlier sessions may have ended unnoticed. In seconds since 1970.
     """
 
     def __init__(self, delays: RabbitDelay) -> None:
@@ -258,7 +262,12 @@ class EndedSessions:
                 ]
             )
         except RabbitDelayError as error:
-            logger.warning("Other processes of the page do not know who has signed out: %s", error)
+            logger.warning(
+                "rabbitdelay web: %r has signed out of this process only, because Redis does not "
+                "answer: %s",
+                session.name,
+                error,
+            )
 
     def _look(self) -> frozenset[str]:
         store = self._delays.registry.store
@@ -273,7 +282,7 @@ class EndedSessions:
 
 
 def _named(session: Session, user: str) -> bytes:
-    # A key has no colon, so that no two sessions and users make the same text.
+    # A key has no colon, so no two pairs of session and user make the same text.
     return f"{session.key}:{user}".encode("utf-8", "surrogatepass")
 
 
@@ -281,10 +290,10 @@ class Visitor(NamedTuple):
     """The sender of a request.
 
     Attributes:
-        user: The user; None if nobody is signed in.
-        session: The session of the browser.
-        token: The token for its forms.
-        is_new: Whether the browser does not have the cookie of its session yet.
+        user: The user; None if the sender is unknown.
+        session: The browser's session.
+        token: The token for the session's forms.
+        is_new: Whether the browser does not have the session's cookie yet.
     """
 
     user: User | None
@@ -294,14 +303,14 @@ class Visitor(NamedTuple):
 
 
 class Access:
-    """Finds out who sends a request: by a cookie, a proxy's header, a function, or the address.
+    """Identifies the sender of a request by a cookie, a proxy's header, a function or the address.
 
     Args:
         site: The options of the page, and the registry.
 
     Attributes:
         sessions: The cookies and tokens.
-        ended: The sessions that ended before their time.
+        ended: The sessions that users have ended.
     """
 
     def __init__(self, site: Site) -> None:
@@ -309,11 +318,11 @@ class Access:
         self.sessions = Sessions(site.options.secret)
         self.ended = EndedSessions(site.delays)
         self._wrong: deque[tuple[float, str, str]] = deque(maxlen=REMEMBERED)
-        #: Apart from all other threads; those of browsers that are known apart from strangers'.
+        # One thread for known browsers and one for strangers, apart from all other threads.
         self._comparing = {is_known: CapacityLimiter(1) for is_known in (True, False)}
 
     async def visitor(self, request: Request) -> Visitor:
-        """Return who sends a request."""
+        """Return the sender of a request."""
         session = self.sessions.read(request.cookies.get(COOKIE), since=self.ended.known_since)
         if session is not None and session.name:
             has_ended = await run_in_threadpool(self.ended.has, session)
@@ -347,7 +356,7 @@ class Access:
         named, address = request.headers.getlist(header), _client_of(request)
         if address is None or not any(address in each for each in self._options.proxy_networks):
             return None
-        # Two of them: one may be a client's own.
+        # Of two headers, one may be the client's own.
         if len(named) != 1 or not (name := named[0].strip()):
             return None
         return User(name, "operator" if name in self._options.operators else "viewer")
@@ -356,33 +365,35 @@ class Access:
         try:
             found = self._options.identify and self._options.identify(scope)
         except Exception:
-            logger.exception("The function 'identify' has failed; the request is refused")
+            logger.exception(
+                "rabbitdelay web: the function 'identify' has failed; the request is refused"
+            )
             return None
         return found if isinstance(found, User) and found.role in get_args(Role) else None
 
     async def signed_in(
         self, name: str, password: str, address: str, known: Session | None
     ) -> Session:
-        """Return the session of a user who signs in; it takes some tenths of a second.
+        """Check a user's password and return a new session; this takes some tenths of a second.
 
-        Passwords are compared one at a time. Wrong ones lock nobody out: after ten in a minute for
-        a name from one place, one a second is compared. A place is an address, or a browser in
-        which the user has signed in before.
+        Passwords are compared one at a time. Wrong passwords lock no user out: after ten in a
+        minute for a name from one place, one attempt a second is compared. A place is an address,
+        or a browser in which the user has signed in before.
 
         Args:
             name: The user's name.
             password: The password.
-            address: The address that it comes from.
-            known: Who has signed in with this browser before; None for a stranger.
+            address: The address of the browser.
+            known: The session of the last user of this browser; None for an unknown browser.
 
         Raises:
-            HTTPException: Name or password is wrong (401), or was not compared (429).
+            HTTPException: Name or password is wrong (401), or too many attempts wait (429).
         """
         users = self._options.users or {}
         hashed = users[name]["password"] if name in users else NOBODY
         proof = self.sessions.proof(hashed)
         is_known = known is not None and (known.name, known.proof) == (name, proof)
-        # All unknown names are one, so that they push nothing out of the memory.
+        # All unknown names count as one name, so they cannot push known names out of the memory.
         place = (name if name in users else "", known.key if known and is_known else address)
         now, comparing = time.monotonic(), self._comparing[is_known]
         wrong = [at for at, *each in self._wrong if at > now - WRONG_WITHIN and (*each,) == place]
@@ -390,27 +401,27 @@ class Access:
         if is_late or comparing.statistics().tasks_waiting >= MOST_WAITING:
             why = "Too many attempts at once: try again in a second."
             raise HTTPException(429, why, {"Retry-After": f"{PAUSE:.0f}"})
-        # It counts while it is compared as well, or many would be at the same time.
+        # The attempt counts before it is compared, which also bounds simultaneous attempts.
         attempt = (now, *place)
         self._wrong.append(attempt)
         is_right = await run_sync(is_password, password, hashed, limiter=comparing)
         if not is_right or name not in users:
-            logger.warning("A wrong password for %.100r from %s", name, address)
+            logger.warning("rabbitdelay web: wrong password for %.100r from %s", name, address)
             raise HTTPException(401, "Name or password is wrong.")
-        with suppress(ValueError):  # it is forgotten already
+        with suppress(ValueError):  # newer attempts have pushed it out
             self._wrong.remove(attempt)
-        logger.info("%r has signed in from %s", name, address)
+        logger.info("rabbitdelay web: %r has signed in from %s", name, address)
         return Session.new(name, proof)
 
 
 def is_here(name: str) -> bool:
-    """Return whether a name or an address reaches only this machine."""
+    """Return whether a name or an address is this machine's loopback."""
     address = _address_of(name)
     return name == "localhost" or (address is not None and address.is_loopback)
 
 
 def _address_of(text: str) -> IPv4Address | IPv6Address | None:
-    """Return an address, one of IPv4 also where IPv6 stands for it; None if it is none."""
+    """Parse an IP address; IPv4-mapped IPv6 becomes IPv4, and any other text None."""
     try:
         address = ip_address(text)
     except ValueError:

@@ -30,14 +30,14 @@ from celery_rabbitdelay.web.pages import PAGES, Page
 from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import Site
 
-#: The header of an action's token; ``/api/session`` returns the token.
+#: The header with an action's token; ``/api/session`` returns the token.
 TOKEN_HEADER: Final = "X-Rabbitdelay-Token"  # noqa: S105 - a name
 
-#: What visitors read whom the page does not know.
-NOBODY: Final = (
-    "It is not known who you are. The option 'users' of rabbitdelay_web says who may sign in, "
-    "'proxy_header' names the header of a trusted proxy, and 'identify' is a function of the "
-    "application's; with none of them, only this machine is answered, and not through a proxy."
+#: The answer to visitors that no option identifies.
+UNIDENTIFIED: Final = (
+    "The page does not know you. An option of rabbitdelay_web identifies users: 'users' lists "
+    "names and passwords, 'proxy_header' trusts a proxy's header, 'identify' is a function of the "
+    "application. Without any of them, only this machine is answered, and not through a proxy."
 )
 
 
@@ -87,7 +87,7 @@ class Server:
         )
 
     def starlette(self) -> Starlette:
-        """Return the routes."""
+        """Return the Starlette application with all routes."""
         routes: list[Route | Mount] = [
             Route("/", self._first),
             Route("/sign-in", self._sign_in, methods=["POST"]),
@@ -104,7 +104,7 @@ class Server:
             routes=routes,
             exception_handlers={HTTPException: self._failed, Exception: self._broken},
         )
-        served.router.redirect_slashes = False  # it believes what the request says in Host
+        served.router.redirect_slashes = False  # a redirect would trust the request's Host
         return served
 
     def _endpoint(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
@@ -119,31 +119,35 @@ class Server:
                     raise HTTPException(403, f"The role of {name} is viewer.")
                 fields = [*asked.fields.multi_items(), *form.multi_items()]
                 asked = replace(asked, fields=Fields(fields))
-            told = await run_in_threadpool(_shown, page, asked)
+            content = await run_in_threadpool(_content, page, asked)
             if _is_api(request):
-                return _json(told)
-            if "see" in told:
-                return RedirectResponse(f"{_base(request)}/{told['see']}", 303)
-            values = {"page": page, "asked": asked, **told}
+                return _json(content)
+            if "see" in content:
+                return RedirectResponse(f"{_base(request)}/{content['see']}", 303)
+            values = {"page": page, "asked": asked, **content}
             response = self._html(request, page.template, values, visitor)
             return self._with_session(request, visitor, response)
 
         return answer
 
     async def _known(self, request: Request) -> tuple[Visitor, User]:
-        """Return who asks."""
+        """Return the sender of a request, who is a known user.
+
+        Raises:
+            HTTPException: The sender is unknown.
+        """
         visitor = await self._access.visitor(request)
         if visitor.user is not None:
             return visitor, visitor.user
         if self._site.options.users is None:
-            raise HTTPException(403, NOBODY)
+            raise HTTPException(403, UNIDENTIFIED)
         raise HTTPException(401, "Sign in first.")
 
     def _check_token(self, request: Request, visitor: Visitor, form: Fields) -> None:
         token = request.headers.get(TOKEN_HEADER) or form.get("token", "")
         name = visitor.user.name if visitor.user else ""
         if not self._access.sessions.is_token(token, visitor.session, name):
-            text = "The form is too old: open its page again, or /api/session for cookie and token."
+            text = "The form has expired: open its page again, or get a token from /api/session."
             raise HTTPException(403, text)
 
     async def _first(self, request: Request) -> Response:
@@ -151,8 +155,8 @@ class Server:
 
     async def _session(self, request: Request) -> Response:
         visitor, user = await self._known(request)
-        told = {"user": user.name, "role": user.role, "token": visitor.token}
-        return self._with_session(request, visitor, _json(told))
+        content = {"user": user.name, "role": user.role, "token": visitor.token}
+        return self._with_session(request, visitor, _json(content))
 
     async def _sign_in(self, request: Request) -> Response:
         if self._site.options.users is None:
@@ -164,11 +168,11 @@ class Server:
         name, password, path = (form.get(each, "") for each in ("name", "password", "next"))
         try:
             if before is None or not sessions.is_token(form.get("token", ""), before, ""):
-                raise HTTPException(401, "The form was too old.")
+                raise HTTPException(401, "The form has expired. Sign in again.")
             session = await self._access.signed_in(name, password, address, known)
         except HTTPException as refused:
             return self._sign_in_form(request, refused, path)
-        # Below our own path, wherever the form says.
+        # Only a path below our own, whatever the form contains.
         path = path.lstrip("/\\") or "now"
         response = RedirectResponse(f"{_base(request)}/{path}", 303)
         self._set_cookie(request, response, access.SIGN_IN_COOKIE, None)
@@ -196,14 +200,14 @@ class Server:
         return response
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer a request that cannot be answered as it is."""
+        """Answer a refused request with its error."""
         assert isinstance(error, HTTPException)
-        if error.status_code == 404 and _path(request) == "/":  # mounted, and without a slash
+        if error.status_code == 404 and _path(request) == "/":  # the mount's path without a slash
             return await self._first(request)
         if _is_api(request):
             return _json({"error": error.detail}, error.status_code)
         if error.status_code == 401:
-            is_page = request.method in ("GET", "HEAD")  # an action is not done by signing in
+            is_page = request.method in ("GET", "HEAD")  # signing in does not repeat an action
             path = _here(request).lstrip("/") if is_page else "now"
             return self._sign_in_form(request, HTTPException(401, ""), path)
         visitor = await self._access.visitor(request)
@@ -211,8 +215,8 @@ class Server:
         return self._html(request, "error", values, visitor, error.status_code)
 
     async def _broken(self, request: Request, error: Exception) -> Response:
-        """Answer a request that has met a mistake of ours; the log has it."""
-        failed = HTTPException(500, "An unexpected error, which is in the log of the server.")
+        """Answer a request that has failed by a fault of ours; Starlette logs the fault."""
+        failed = HTTPException(500, "An unexpected error. The server's log has the details.")
         return await self._failed(request, failed)
 
     def _html(
@@ -234,7 +238,11 @@ class Server:
         return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)
 
     def _with_session(self, request: Request, visitor: Visitor, response: Response) -> Response:
-        """Give a browser its session, unless it keeps one from us; see :data:`SIGN_IN_COOKIE`."""
+        """Set the cookie of a new session, unless the request comes from another site.
+
+        The browser may then have a session whose cookie it does not send: see
+        :data:`SIGN_IN_COOKIE`.
+        """
         comes_from_elsewhere = request.headers.get("sec-fetch-site") == "cross-site"
         if visitor.is_new and not comes_from_elsewhere:
             self._set_cookie(request, response, COOKIE, visitor.session)
@@ -255,27 +263,27 @@ class Server:
         )
 
 
-def _shown(page: Page, asked: Asked) -> dict[str, object]:
+def _content(page: Page, asked: Asked) -> dict[str, object]:
     try:
         return page.view(asked)
     except AWAY as error:
-        what = "Redis" if isinstance(error, RegistryUnavailable) else "The broker"
-        raise HTTPException(503, f"{what} cannot be asked: {why(error)}") from error
+        server = "Redis" if isinstance(error, RegistryUnavailable) else "The broker"
+        raise HTTPException(503, f"{server} cannot be reached: {why(error)}") from error
 
 
 def _base(request: Request) -> str:
-    """Return the path that the application is mounted at, quoted; empty for none."""
+    """Return the quoted path that the application is mounted at; empty for none."""
     return shown.quoted_path(request.scope.get("root_path", "").rstrip("/"))
 
 
 def _path(request: Request) -> str:
-    """Return the path below that, quoted."""
+    """Return the quoted path below the mount."""
     path: str = request.scope["path"]
     return shown.quoted_path(path.removeprefix(request.scope.get("root_path", "")) or "/")
 
 
 def _here(request: Request) -> str:
-    """Return the path below that, quoted, and the query."""
+    """Return the quoted path below the mount, with the query."""
     return f"{_path(request)}?{request.url.query}".removesuffix("?")
 
 
@@ -284,7 +292,7 @@ def _is_api(request: Request) -> bool:
     return _path(request).startswith("/api/")
 
 
-def _json(told: Mapping[str, object], status: int = 200) -> Response:
-    # ASCII: a text may hold half of a surrogate pair.
-    text = json.dumps(shown.plain(told))
+def _json(content: Mapping[str, object], status: int = 200) -> Response:
+    # ASCII: a text may contain half of a surrogate pair.
+    text = json.dumps(shown.plain(content))
     return Response(text, status, media_type="application/json")

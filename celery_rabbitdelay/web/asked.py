@@ -1,4 +1,4 @@
-"""What a view gets: who asks, what for, and the fields of the address or of the form."""
+"""A view's input: the user, and the fields of the address or of the form."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from celery_rabbitdelay.metrics.reading import why
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.site import Site
 
-#: The text on a page about single tasks if the application has no registry.
+#: The answer of pages about single tasks if the application has no registry.
 NEEDS: Final = (
     "This needs the registry: pip install 'celery-rabbitdelay[registry]', set "
     "rabbitdelay_registry_url to the URL of a Redis, and rabbitdelay_track to 'all'"
 )
 
-#: The most fields of a form, and its most bytes.
+#: The most fields, and the most bytes, of a form.
 MOST_FIELDS, MOST_BYTES = 2_000, 2**20
 
-#: How the names of fields begin whose values are quoted once more: in the fields of a form,
-#: browsers change control characters.
+#: The prefix of fields whose values are quoted once more, because browsers change control
+#: characters in the fields of a form.
 QUOTED: Final = "quoted-"
 
 
 class Wrong(HTTPException):
-    """A field cannot be read.
+    """A field has an invalid value.
 
     Args:
-        name: Its name.
-        why: What it takes.
+        name: The field's name.
+        why: The values that it takes.
     """
 
     def __init__(self, name: str, why: str) -> None:
@@ -47,10 +47,10 @@ class Wrong(HTTPException):
 
 
 class Fields(ImmutableMultiDict[str, str]):
-    """The fields of an address or of a form; an empty one counts as missing.
+    """The fields of an address or of a form; an empty field counts as missing.
 
     Args:
-        pairs: Their names and values.
+        pairs: The names and values.
     """
 
     def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
@@ -60,7 +60,7 @@ class Fields(ImmutableMultiDict[str, str]):
         """Return the value of a field.
 
         Raises:
-            Wrong: It is missing.
+            Wrong: The field is missing.
         """
         value = self.get(name)
         if value is None:
@@ -68,7 +68,7 @@ class Fields(ImmutableMultiDict[str, str]):
         return value
 
     def one_of(self, name: str, words: Collection[str], default: str) -> str:
-        """Return the value of a field that takes one of some words."""
+        """Return the value of a field that takes one of these words."""
         value = self.get(name, default)
         if value not in words:
             raise Wrong(name, f"takes one of {', '.join(words)}")
@@ -82,11 +82,11 @@ class Fields(ImmutableMultiDict[str, str]):
         return int(value)
 
     def filter(self, names: Collection[str]) -> dict[str, str | None]:
-        """Return the values of the fields that choose tasks or messages, by their names."""
+        """Return the values of these fields by name; None where a field is missing."""
         return {name: self.get(name) for name in names}
 
     def address(self, **changed: str | None) -> str:
-        """Return the fields as the query of an address, some changed or, by None, left out."""
+        """Return the fields as the query of an address, with changes; None leaves a field out."""
         kept = [(name, value) for name, value in self.multi_items() if name not in changed]
         new = [(name, value) for name, value in changed.items() if value is not None]
         return urlencode([*kept, *new], errors="surrogatepass")
@@ -97,9 +97,9 @@ class Asked:
     """One request.
 
     Attributes:
-        site: What all requests share.
-        user: Who asks.
-        fields: The fields of the address, or of the form.
+        site: The state that all requests share.
+        user: The sender.
+        fields: The fields of the address and of the form.
     """
 
     site: Site
@@ -108,22 +108,22 @@ class Asked:
 
     @property
     def with_registry(self) -> RabbitDelay:
-        """The application's delays, for what needs a registry.
+        """The application's delays, for views that need a registry.
 
         Raises:
-            HTTPException: There is none.
+            HTTPException: There is no registry.
         """
         try:
-            self.site.delays.registry  # noqa: B018 - raises if there is none
+            self.site.delays.registry  # noqa: B018 - raises if there is no registry
         except RabbitDelayError as error:
             raise HTTPException(503, f"{NEEDS}. ({why(error)})") from error
         return self.site.delays
 
     def instant(self, name: str) -> datetime | None:
-        """Return the instant in a field; without a time zone, it is in the application's.
+        """Return the instant in a field; the application's time zone is the default.
 
         Raises:
-            Wrong: It is no instant.
+            Wrong: The value is not an instant.
         """
         value = self.fields.get(name)
         if value is None:
@@ -141,7 +141,7 @@ class Asked:
         """Return the length of time in a field; None if it is missing.
 
         Raises:
-            Wrong: It is no length of time.
+            Wrong: The value is not a length of time.
         """
         value = self.fields.get(name)
         try:
@@ -154,7 +154,7 @@ def fields_of(encoded: bytes) -> Fields:
     """Read the query of an address, or a form.
 
     Raises:
-        HTTPException: It cannot be read, or has too many fields.
+        HTTPException: It is malformed, or has too many fields.
     """
     text = encoded.decode("latin-1")
     try:
@@ -174,7 +174,7 @@ async def form_of(request: Request) -> Fields:
     """Read a form.
 
     Raises:
-        HTTPException: It is no form, too long, or cannot be read.
+        HTTPException: The body is not a form, too long, or malformed.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":

@@ -1,7 +1,7 @@
-"""Pictures that need no script: where bars, lines and labels stand, in percent of a plot.
+"""Lay out charts without scripts: positions of bars, lines and labels, in percent of the plot.
 
-``charts.html`` draws them as SVG. Percentages keep texts unscaled at any width, and the colours are
-classes of ``style.css``, because the policy of the page allows no styles in attributes.
+``charts.html`` draws them as SVG. Percentages keep the text unscaled at any width. Colours are
+classes of ``style.css``, because the page's content security policy forbids style attributes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
 
-#: The steps that an axis of times may have, in seconds, minutes, hours and weeks.
+#: The possible steps of a time axis, in seconds, minutes, hours and weeks.
 STEPS: Final = (
     *(timedelta(seconds=each) for each in (1, 2, 5, 10, 15, 30)),
     *(timedelta(minutes=each) for each in (1, 2, 5, 10, 15, 30)),
@@ -22,10 +22,10 @@ STEPS: Final = (
     *(timedelta(weeks=each) for each in (1, 2, 4, 8)),
 )
 
-#: The most labels on the axis of times, and gridlines above the base.
+#: The most labels on the time axis, and the most gridlines above the base.
 MOST_TIMES, MOST_LINES = 7, 4
 
-#: How much of its column a bar takes.
+#: The share of its column that a bar fills.
 FILLED: Final = 0.86
 
 
@@ -33,7 +33,7 @@ class Tick(NamedTuple):
     """A label on an axis.
 
     Attributes:
-        at: Where, in percent from the left or from the top.
+        at: Its position, in percent from the left or from the top.
         label: Its text.
     """
 
@@ -42,14 +42,14 @@ class Tick(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A bar, or its part of one series.
+    """A bar, or one series' part of a stacked bar. Positions and sizes are in percent.
 
     Attributes:
-        x: Its left edge, in percent.
-        y: Its upper edge, in percent from the top.
-        width: Its width, in percent.
-        height: Its height, in percent.
-        series: Of which series, from 1.
+        x: The left edge.
+        y: The upper edge, from the top.
+        width: The width.
+        height: The height.
+        series: The number of its series, from 1.
     """
 
     x: float
@@ -65,7 +65,7 @@ class Column(NamedTuple):
     Attributes:
         x: Its left edge, in percent.
         width: Its width, in percent.
-        span: From when to when.
+        span: The label of the step, from its start to its end.
         values: The value of each series.
     """
 
@@ -80,10 +80,10 @@ class Plot(NamedTuple):
 
     Attributes:
         columns: All steps of time.
-        bars: The bars, without the empty ones.
+        bars: The bars that are not empty.
         path: The line, as the data of an SVG path in a square of 100 by 100.
         scale: The gridlines and their labels, the base first.
-        times: The labels of times.
+        times: The labels of the time axis.
     """
 
     columns: list[Column]
@@ -100,14 +100,14 @@ def plot(
     line: Sequence[tuple[datetime, float]] = (),
     unit: str = "",
 ) -> Plot:
-    """Return a plot of stacked bars, and of a line.
+    """Return a plot of stacked bars and a line.
 
     Args:
-        edges: The instants at which the steps of time begin; and the end of the last one.
-        series: For each series, its value in each step; the first one stands on the base.
-        zone: The zone of the labels.
+        edges: The instants at which the steps begin, and the end of the last step.
+        series: The values of each series, one per step; the first series stands on the base.
+        zone: The time zone of the labels.
         line: The instants and values of the line.
-        unit: The unit of the values, for the labels; without one, they are whole numbers.
+        unit: The unit of the values, for the labels; without a unit, values are whole numbers.
     """
     start, end = edges[0], edges[-1]
     stacks = [list(each) for each in zip(*series, strict=True)] or [[] for _ in edges[1:]]
@@ -139,11 +139,11 @@ def plot(
 
 
 def scale(most: float, *, whole: bool = True) -> list[float]:
-    """Return the values of gridlines from 0 to the first nice number that is not exceeded.
+    """Return the values of the gridlines, from 0 to the first round number that is high enough.
 
     Args:
-        most: The largest value.
-        whole: Whether they are whole numbers.
+        most: The largest value of the plot.
+        whole: Whether the gridlines are whole numbers.
     """
     least = most / MOST_LINES if most > 0 else 1 / MOST_LINES
     step = min(
@@ -158,24 +158,24 @@ def scale(most: float, *, whole: bool = True) -> list[float]:
 
 
 def number_labels(grid: Sequence[float], unit: str = "") -> list[str]:
-    """Return numbers as an axis shows them, all like the last one: 1,200; 0, 5k, 10k; 0.5 s."""
+    """Format the numbers of an axis, all with the prefix of the last: 1,200; 0, 5k, 10k; 0.5 s."""
     sizes = () if unit else ((1e9, "G"), (1e6, "M"), (1e3, "k"))
     size, letter = next((each for each in sizes if grid[-1] >= max(each[0], 1e4)), (1, ""))
     return [f"{each / size:,g}{letter if each else ''} {unit}".strip() for each in grid]
 
 
 def aligned(start: datetime, end: datetime, step: timedelta, zone: tzinfo) -> list[datetime]:
-    """Return the instants of a clock or calendar from before a time until after its end.
+    """Return evenly spaced instants of a clock or calendar that enclose a span of time.
 
     Args:
-        start: The time.
-        end: When it ends.
-        step: The step, which divides an hour, a day or a week, or is some weeks.
-        zone: The zone of the clock.
+        start: The start of the span.
+        end: The end of the span.
+        step: A divisor of an hour, a day or a week, or a number of weeks.
+        zone: The time zone of the clock.
     """
     local = start.astimezone(zone)
     at = local.replace(minute=0, second=0, microsecond=0)
-    if step < HOUR:  # minutes pass evenly, also while the clock is set; hours follow the clock
+    if step < HOUR:  # minutes pass evenly also when the clock changes; hours follow the clock
         local, at = local.astimezone(UTC), at.astimezone(UTC)
     else:
         at = at.replace(hour=0, fold=0) - (local.weekday() * DAY if step > 2 * DAY else 0 * DAY)
@@ -183,19 +183,19 @@ def aligned(start: datetime, end: datetime, step: timedelta, zone: tzinfo) -> li
     found = [at.astimezone(UTC)]
     while found[-1] < end:
         at += step
-        if (instant := at.astimezone(UTC)) > found[-1]:  # no hour that the clock skips
+        if (instant := at.astimezone(UTC)) > found[-1]:  # leave out an hour that the clock skips
             found.append(instant)
     return found
 
 
 def times(start: datetime, end: datetime, zone: tzinfo) -> list[tuple[datetime, str]]:
-    """Return the instants that an axis names, and their names."""
+    """Return the instants that a time axis labels, with their labels."""
     step = next((each for each in STEPS if (end - start) / each <= MOST_TIMES), STEPS[-1])
     found = aligned(start, end, step, zone)
     if step != DAY:
         return [(at, _label(at.astimezone(zone), step)) for at in found if start <= at <= end]
     days = [(max(day, start), min(after, end)) for day, after in pairwise(found)]
-    return [  # in the middle of the day
+    return [  # a day's label stands in the middle of the day
         (day + (after - day) / 2, "Today" if day == start else _label(day.astimezone(zone), step))
         for day, after in days
         if after - day >= DAY / 2
@@ -211,7 +211,7 @@ def _label(local: datetime, step: timedelta) -> str:
 
 
 def span(begin: datetime, until: datetime, zone: tzinfo) -> str:
-    """Return a step of time in words: ``Mon 30 Nov, 06:00 to 12:00``."""
+    """Describe a step of time: ``Mon 30 Nov, 06:00 to 12:00``."""
     first, last = begin.astimezone(zone), until.astimezone(zone)
     if until - begin < MINUTE:
         return f"{first:%H:%M:%S} to {last:%H:%M:%S}"

@@ -1,4 +1,4 @@
-"""``celery rabbitdelay web``: serve the page that shows what waits."""
+"""``celery rabbitdelay web``: serve the web page."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from celery_rabbitdelay.web.options import SETTING, hash_password
     type=click.IntRange(0, 65_535),
     default=5556,
     show_default=True,
-    help="The port; 0 for a free one.",
+    help="The port to listen on; 0 picks a free port.",
 )
 @management_option
 @click.option(
     "--hash-password",
     "hashes",
     is_flag=True,
-    help="Only print what rabbitdelay_web has for a password, which is asked for, or read from the "
-    "standard input.",
+    help="Print the hash of a password for rabbitdelay_web, then exit. Prompts for the password or "
+    "reads it from standard input.",
 )
 def web(host: str, port: int, management: str | None, hashes: bool) -> None:
-    """Serve a page that shows what waits, and lets operators act on it.
+    """Serve a web page that shows waiting tasks and lets operators act on them.
 
-    The setting rabbitdelay_web says who may see it and act. Without it, only this machine may see
-    it, and nobody may act.
+    The setting rabbitdelay_web defines viewers and operators. Without the setting, the page answers
+    this machine only, and is read-only.
     """
     delays = shared.delays()
     if hashes:
         _print_hash()
         return
     if shared.as_json():
-        raise click.UsageError("--json prints one object: it is for --hash-password")
+        raise click.UsageError("--json is only for --hash-password: a server prints no object")
     try:
         import uvicorn
 
@@ -56,12 +56,12 @@ def web(host: str, port: int, management: str | None, hashes: bool) -> None:
         site = Site(delays.app, {} if management is None else {"management": management})
         if site.options.is_open and not is_here(host):
             takes = (
-                "without users, the page is served on this machine alone (127.0.0.1, ::1, "
-                "localhost), not on this host: set users, proxy_header or identify"
+                "without one of users, proxy_header and identify, the page listens on this "
+                "machine's loopback only: 127.0.0.1, ::1 or localhost"
             )
             raise InvalidSetting(SETTING, host, takes)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    # Only the options say which proxy is trusted, so the client's own address is needed.
+    # The options name the trusted proxies, so the server must not replace the peer's address.
     uvicorn.run(
         application_for(site),
         host=host,

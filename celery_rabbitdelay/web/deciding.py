@@ -1,4 +1,4 @@
-"""Cancel, postpone and run now: tasks that were selected, or all that match."""
+"""Cancel, postpone or run now: the selected tasks, or all that match a search."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from celery_rabbitdelay.web.search import (
 from celery_rabbitdelay.web.site import Does, Verb, Work, in_batches, log_action
 from celery_rabbitdelay.web.waiting import rows
 
-#: The actions, and their names in the log and on the pages.
+#: The actions, with their names in the log and on the pages.
 ACTIONS: Final = {
     "cancel": Verb("cancelling", "cancelled"),
     "postpone": Verb("postponing", "postponed"),
     "run-now": Verb("running now", "run now"),
 }
 
-#: How many of the tasks are shown before a decision about them.
+#: How many tasks the confirmation lists.
 SHOWN: Final = 10
 
-#: The pages that a decision leads back to.
+#: The pages that a decision may lead back to.
 BACK: Final = ("waiting?", "waiting/task?")
 
 
 def decide(action: str, asked: Asked) -> dict[str, object]:
-    """Decide about the selected tasks, one after the other; an error ends that."""
+    """Decide about the selected tasks one by one, up to the first error."""
     decide, ids = _decision(asked, _until(asked, action)), _ids(asked)
     outcomes: list[dict[str, str]] = []
     error = None
@@ -78,14 +78,14 @@ def _back(asked: Asked) -> str:
 
 
 def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
-    """Return what cancels the task of an id, or, with ``until``, lets it run at another time."""
+    """Return a function that cancels the task of an id or, with ``until``, postpones it."""
     delays = asked.with_registry
     if until is None:
         return lambda task_id: delays.cancel(task_id, also_future=False)
 
     def postponed(task_id: str) -> Outcome:
         record = record_of(delays.registry, task_id)
-        due = wall_clock.now()  # of what does not wait, the answer says what it is
+        due = wall_clock.now()  # any time will do if the task does not wait
         if record is not None and record.due_ms is not None:
             due = instant_of(record.runs_ms)
         eta = until(task_id, due) or due
@@ -95,23 +95,23 @@ def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
 
 
 def confirm(asked: Asked) -> dict[str, object]:
-    """Return the selected tasks, for the question whether to decide about them."""
+    """Return the selected tasks, for the confirmation of an action."""
     search, ids = Search.of(asked), _ids(asked)
     tasks = search.delays.registry.index.tasks(ids[:SHOWN])
-    told = {"sent_before": None, "count": len(ids), "may_be_more": False, "back": _back(asked)}
-    return {**_question(asked, search, tasks), "ids": ids, **told}
+    scope = {"sent_before": None, "count": len(ids), "may_be_more": False, "back": _back(asked)}
+    return {**_question(asked, search, tasks), "ids": ids, **scope}
 
 
 def confirm_all(asked: Asked) -> dict[str, object]:
-    """Count the tasks that match; what is sent afterwards is left out of a decision about all."""
-    # Before the count: what is sent meanwhile stays.
+    """Count the tasks that match, for the confirmation; tasks sent afterwards are left out."""
+    # Taken before the count, so that no task that is sent meanwhile is affected.
     end = instant_of(asked.with_registry.registry.now_ms() + 1)
     search = Search.of(asked, end)
     read, count, may_be_more = search.counted()
     tasks = (read or search.found(None, SHOWN)).tasks[:SHOWN]
     back = f"waiting?{asked.fields.address(action=None)}"
-    told = {"sent_before": end, "count": count, "may_be_more": may_be_more, "back": back}
-    return {**_question(asked, search, tasks), "ids": [], **told}
+    scope = {"sent_before": end, "count": count, "may_be_more": may_be_more, "back": back}
+    return {**_question(asked, search, tasks), "ids": [], **scope}
 
 
 def _question(asked: Asked, search: Search, tasks: list[Pending]) -> dict[str, object]:
@@ -123,7 +123,7 @@ def decide_all(asked: Asked) -> dict[str, object]:
     """Begin to decide about all tasks that match and were sent before an instant."""
     action, end = asked.fields.one_of("action", ACTIONS, ""), asked.instant("sent_before")
     if end is None:
-        raise Wrong("sent_before", "takes what /api/waiting/all says")
+        raise Wrong("sent_before", "takes the instant that /api/waiting/all returns")
     search, until = Search.of(asked, end), _until(asked, action)
     delays, wanted = search.delays, search.filter._replace(sent_before_ms=milliseconds_of(end))
     _, count, may_be_more = search.counted()
@@ -142,7 +142,7 @@ def decide_all(asked: Asked) -> dict[str, object]:
 
 
 def named(filters: Mapping[str, str | None], what: str) -> str:
-    """Return what a long action is about, by the fields that choose it."""
+    """Describe the subject of a long action by its filters."""
     chosen = " ".join(f"{name}={value!r}" for name, value in filters.items() if value)
     return f"{what} with {chosen}" if chosen else f"all {what}"
 
@@ -155,7 +155,7 @@ def begin(
 
 
 def work(asked: Asked) -> dict[str, object]:
-    """Return the progress of a long action; without a key, of all of them."""
+    """Return the progress of one long action or, without a key, of all."""
     works = [_work(asked)] if "key" in asked.fields else asked.site.works.all()
     return {"works": [each.shown() for each in works]}
 
@@ -175,12 +175,12 @@ def _seen(work: Work) -> dict[str, object]:
 def _work(asked: Asked) -> Work:
     found = asked.site.works.get(asked.fields.needed("key"))
     if found is None:
-        raise HTTPException(404, "No action of this key runs, or has ended lately.")
+        raise HTTPException(404, "No action with this key is running or has ended lately.")
     return found
 
 
 def _until(asked: Asked, action: str) -> Until | None:
-    """Return the new due time of each task; None cancels."""
+    """Return the function that gives each task its new due time; None cancels."""
     if action == "cancel":
         return None
     if action == "run-now":

@@ -1,4 +1,4 @@
-"""The pages Jobs and Pauses: what holds tasks back until somebody lets them run."""
+"""The pages Jobs and Pauses: open jobs and pauses hold tasks until a commit or a resume."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import log_action
 from celery_rabbitdelay.web.states import counted
 
-#: The page reads at most so many of the newest jobs, and lists so many of the jobs that match.
+#: How many of the newest jobs are read, and how many matching jobs the page lists.
 MOST_READ, LISTED = 10_000, 200
 
-#: How old a job may be, by what the page calls it.
+#: The ages that jobs are filtered by, with their names on the page.
 AGES: Final = {
     "an hour": timedelta(hours=1),
     "a day": timedelta(days=1),
     "a week": timedelta(days=7),
 }
 
-#: How many names are proposed for a pause.
+#: How many names the form for a pause proposes.
 MOST_NAMES: Final = 500
 
 
 def jobs(asked: Asked) -> dict[str, object]:
-    """Return the jobs that match, the newest first, and how many tracked tasks of each wait."""
+    """Return the jobs that match, the newest first, with their counts of waiting tracked tasks."""
     fields, registry, now = asked.fields, asked.with_registry.registry, wall_clock.now()
     pattern = fields.get("name") or "*"
     found = [
@@ -63,7 +63,7 @@ def jobs(asked: Asked) -> dict[str, object]:
 
 
 def job(asked: Asked) -> dict[str, object]:
-    """Return the state of a job, and how many tracked tasks of it wait."""
+    """Return the state of a job, and the count of its waiting tracked tasks."""
     registry, name = asked.with_registry.registry, asked.fields.needed("name")
     state = registry.jobs.state(name)
     return {
@@ -75,7 +75,7 @@ def job(asked: Asked) -> dict[str, object]:
 
 
 def change_job(method: str, what: str, asked: Asked) -> dict[str, object]:
-    """Change the job of a name: commit or abort it."""
+    """Commit or abort a job."""
     name = asked.fields.needed("name")
     try:
         getattr(asked.with_registry, method)(name)
@@ -86,16 +86,16 @@ def change_job(method: str, what: str, asked: Asked) -> dict[str, object]:
 
 
 def pauses(asked: Asked) -> dict[str, object]:
-    """Return what is paused, and how many tracked tasks of each are held."""
-    asked.with_registry  # noqa: B018 - raises if there is none
+    """Return the pauses, with their counts of held tracked tasks."""
+    asked.with_registry  # noqa: B018 - raises if there is no registry
     holds, kinds = counted(asked.site)
     paused = []
     for each in holds.paused:
         what, name = ("queue", each.queue) if each.task is None else ("task", each.task)
         of_it = [kind for kind in kinds if getattr(kind.kind, what) == name]
         held = sum(kind.before[holds.late_ms] for kind in of_it)
-        told = {"what": what, "name": name, "held": held, "q": str(Term.of(what, str(name)))}
-        paused.append({**each._asdict(), **told, "ahead": sum(k.total for k in of_it) - held})
+        shown = {"what": what, "name": name, "held": held, "q": str(Term.of(what, str(name)))}
+        paused.append({**each._asdict(), **shown, "ahead": sum(k.total for k in of_it) - held})
     tasks = {*asked.site.app.tasks, *(each.kind.task for each in kinds)}
     queues = {each.kind.queue for each in kinds}
     names = [each for each in sorted(tasks | queues) if each and not each.startswith("celery.")]
@@ -103,10 +103,10 @@ def pauses(asked: Asked) -> dict[str, object]:
 
 
 def pause(asked: Asked) -> dict[str, object]:
-    """Hold back the due tasks of a name, or for a queue, until an instant or the resume."""
-    until, (what, name) = asked.instant("until"), _meant(asked)
+    """Pause a task or a queue until an instant or until it is resumed."""
+    until, (what, name) = asked.instant("until"), _target(asked)
     if until is not None and until <= wall_clock.now():
-        raise Wrong("until", "takes an instant that is still to come")
+        raise Wrong("until", "takes an instant in the future")
     since = asked.with_registry.pause(**{what: name}, until=until)
     log_action(asked.user, f"paused the {what}", 1, name)
     asked.site.outdate("kinds")
@@ -114,14 +114,14 @@ def pause(asked: Asked) -> dict[str, object]:
 
 
 def resume(asked: Asked) -> dict[str, object]:
-    """Let the tasks of a name, or for a queue, run again."""
-    what, name = _meant(asked)
+    """Resume a task or a queue."""
+    what, name = _target(asked)
     was_paused = asked.with_registry.resume(**{what: name})
     log_action(asked.user, f"resumed the {what}", int(was_paused), name)
     asked.site.outdate("kinds")
     return {"was_paused": was_paused, "see": "pauses"}
 
 
-def _meant(asked: Asked) -> tuple[str, str]:
-    """Return what the form names: a task or a queue, and its name."""
+def _target(asked: Asked) -> tuple[str, str]:
+    """Return whether a form is about a task or a queue, and the name."""
     return asked.fields.one_of("what", ("task", "queue"), "task"), asked.fields.needed("name")

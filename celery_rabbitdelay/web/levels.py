@@ -1,4 +1,4 @@
-"""The page Levels: how many messages wait in each digit, and in the queues of the modules."""
+"""The page Levels: the messages in each delay queue and in the queues of the modules."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.site import Glance, Site
 
-#: Milliseconds of the delay that serves as an example: 2 h 5 min.
+#: The delay of the example, in milliseconds: 2 h 5 min.
 EXAMPLE: Final = 7_500_000
 
 
 def levels(asked: Asked) -> dict[str, object]:
-    """Return the messages of each level, digit by digit, and of the modules, and their rates."""
+    """Return the message counts and rates of every level, its digits, and the module queues."""
     topology, reading = asked.site.delays.topology, asked.site.queues()
-    told: dict[str, object] = {
+    about: dict[str, object] = {
         "layout": topology.layout.name,
         "example": _example(topology.layout),
         "taken": reading.taken,
         "broker_error": reading.error,
     }
     if reading.value is None:
-        return {**told, "levels": [], "others": [], "total": None, "due_within": None}
+        return {**about, "levels": [], "others": [], "total": None, "due_within": None}
     status, rates = reading.value
     within_ms = status.due_within_ms
     return {
-        **told,
+        **about,
         "levels": list(_levels(asked.site, reading.value)),
         "total": sum(status.backlog.levels.values()),
         "due_within": None if within_ms is None else within_ms / 1000,
@@ -39,7 +39,7 @@ def levels(asked: Asked) -> dict[str, object]:
 
 
 def _example(layout: Layout) -> dict[str, object]:
-    """Return a delay in seconds, and the queues that a message waits in, one after the other."""
+    """Return an example delay in seconds, and the queues that its message waits in, in order."""
     delay = min(EXAMPLE, layout.capacity_ms)
     digits = zip(layout.levels, layout.digits(delay), strict=True)
     queues = [level.queue_name(digit) for level, digit in digits if digit]
@@ -47,7 +47,7 @@ def _example(layout: Layout) -> dict[str, object]:
 
 
 def _levels(site: Site, glance: Glance) -> Iterator[dict[str, object]]:
-    """Yield each level with its digits, the highest first."""
+    """Yield the levels with their digits, the highest level first."""
     backlog = glance.status.backlog
     for level in site.delays.topology.layout.levels:
         digits = backlog.digits[level.name].items()

@@ -1,4 +1,4 @@
-"""The pages Now and Health: what the broker, Redis and the workers say at the moment."""
+"""The pages Now and Health: the present state of the broker, Redis and the workers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from celery_rabbitdelay.web.states import Due, Holds
 from celery_rabbitdelay.web.undeliverable import reasons
 from celery_rabbitdelay.web.workers import unserved
 
-#: Seconds from one reading to the next: of the tracked tasks, of what the management API has
-#: counted, and of faults, which takes some requests to that API for each queue.
+#: Seconds between two readings of the tracked tasks, of the management API's statistics, and of
+#: the findings, which take some requests to that API per queue.
 DUE_PERIOD, SENT_PERIOD, FINDINGS_PERIOD = 5.0, 20.0, 60.0
 
-#: Seconds for which a request waits for new figures of the tracked tasks if there are older ones.
+#: Seconds for which a request waits for new figures of the tracked tasks before it shows the last.
 DUE_PATIENCE: Final = 0.3
 
-#: How far the histogram looks ahead, and its steps.
+#: The spans of the histogram, and its steps.
 HORIZONS: Final = {
     "minute": (MINUTE, timedelta(seconds=2)),
     "hour": (HOUR, timedelta(minutes=2)),
@@ -42,16 +42,16 @@ HORIZONS: Final = {
     "year": (365 * DAY, 7 * DAY),
 }
 
-#: How many series the histogram has beside that of all others.
+#: How many series the histogram has besides "others".
 SERIES: Final = 5
 
-#: For how many minutes it is shown what was sent and received, and how late.
+#: How many minutes the charts of the last hour cover.
 MINUTES: Final = 60
 
-#: For how many seconds it is asked how many messages entered the levels, and in which steps.
+#: The span and the step of the rate at which messages enter the levels, in seconds.
 SENT = 3_600, 60
 
-#: What the findings need.
+#: The hint of Health while the management API does not answer.
 NEEDS: Final = (
     "The findings need the management API: rabbitmq-plugins enable rabbitmq_management, and a user "
     "with the tag 'monitoring'. If it is not on the broker's host or has another user, name it in "
@@ -60,13 +60,12 @@ NEEDS: Final = (
 
 
 class Waits(NamedTuple):
-    """The counts of the tracked tasks that wait.
+    """Counts of the waiting tracked tasks.
 
     Attributes:
-        edges: When the steps of the histogram begin, the first one now, and the end of the last
-            one.
-        kinds: How many of each kind wait, and are due before each edge and before an hour is over.
-        left_out: How many tasks are of further kinds, which are not counted one by one.
+        edges: The start of every step of the histogram, beginning now, and the end of the last.
+        kinds: The counts per kind: in total, due before each edge, and due before an hour is over.
+        left_out: The number of tasks of further kinds, which are not counted singly.
         due: The counts of the tasks that are due and have not arrived.
     """
 
@@ -76,27 +75,27 @@ class Waits(NamedTuple):
     due: Due
 
     def in_an_hour(self, kind: KindCounts) -> int:
-        """Return how many tasks of a kind are due within an hour, without those that were due."""
+        """Return how many tasks of a kind become due within an hour."""
         start_ms, end_ms = (milliseconds_of(self.edges[0] + each) for each in (0 * HOUR, HOUR))
         return kind.before[end_ms] - kind.before[start_ms]
 
 
-#: What is known without a registry, or before Redis has answered.
+#: The counts without a registry, or before Redis has answered.
 NOTHING: Final = Waits([], [], 0, Due(Counter(), {}, {}, {}))
 
 
 def now(asked: Asked) -> dict[str, object]:
-    """Return whether all is well, what waits, and when it is due."""
+    """Return the problems, the waiting tasks, and when they are due."""
     site, fields = asked.site, asked.fields
     by = fields.one_of("by", Kind._fields, "task")
     horizon = fields.one_of("horizon", HORIZONS, "hour")
     queues, reading = site.queues(), Reading[Waits]()
-    # The workers are asked through the broker.
+    # Without the broker, the workers cannot be reached either.
     workers = Reading[dict[str, Answer]](error=queues.error) if queues.error else site.workers()
     if site.delays.has_registry:
         ask = partial(site.latest, f"due in a {horizon}", partial(_look, site, horizon), DUE_PERIOD)
         reading = ask(patience=DUE_PATIENCE)
-        if reading.value is None:  # there is nothing older to show
+        if reading.value is None:  # no earlier figures to show
             reading = ask()
     waits, found = reading.value or NOTHING, findings_of(site, patience=0)
     alone = [] if queues.error else unserved(site)
@@ -134,7 +133,7 @@ def now(asked: Asked) -> dict[str, object]:
 
 
 def _look(site: Site, horizon: str) -> Waits:
-    """Count the tracked tasks, and find out which of those that are due are held."""
+    """Count the waiting tracked tasks, and find which of the due tasks are held."""
     start, (length, step) = wall_clock.now(), HORIZONS[horizon]
     steps = aligned(start, start + length, step, site.app.timezone)
     edges = [start, *(each for each in steps if start < each < start + length), start + length]
@@ -145,18 +144,18 @@ def _look(site: Site, horizon: str) -> Waits:
 
 
 class Row(NamedTuple):
-    """The tracked tasks of a name, or for a queue, that wait.
+    """Counts of the waiting tracked tasks of a name or for a queue.
 
     Attributes:
-        name: The name of the tasks or of the queue; empty if exchanges route them.
-        waiting: How many wait, with those that are due.
-        next_due: When the next one is due.
-        in_an_hour: How many are due within an hour.
-        overdue: How many should have arrived, and nothing holds them.
-        held: How many are due, and are held by a pause or an open job.
-        job_open: How many of these by an open job.
-        cancelled: How many are cancelled, and their messages wait until they are due.
-        late: How many seconds late 99 of 100 have come at most, in words; empty if it is not known.
+        name: The name of the task or the queue; empty for tasks that an exchange routes.
+        waiting: All that wait, due or not.
+        next_due: The next due time.
+        in_an_hour: Due within an hour.
+        overdue: Due and not held, but not arrived.
+        held: Due, and held by a pause or an open job.
+        job_open: Due, and held by an open job.
+        cancelled: Cancelled, with messages that still wait in the levels.
+        late: The 99th percentile of the lateness, for display; empty if unknown.
     """
 
     name: str
@@ -171,7 +170,7 @@ class Row(NamedTuple):
 
 
 def _rows(waits: Waits, by: str, late: Mapping[str, str]) -> list[Row]:
-    """Return a row for each name of tasks or queue: first if tasks are overdue or held."""
+    """Return a row per task or queue, those with overdue or held tasks first."""
     rows, due, job_open, held = list[Row](), waits.due, waits.due.job_open, waits.due.held
     for name, kinds in _groups(waits, by).items():
         nexts = [each.next_due_ms for each in kinds if each.next_due_ms is not None]
@@ -202,7 +201,7 @@ def _groups(waits: Waits, by: str) -> Mapping[str, list[KindCounts]]:
 
 
 def _due(waits: Waits, by: str) -> dict[str, object]:
-    """Return how many tasks are due in each step of the histogram, those of most first."""
+    """Return the histogram: a series per task or queue, the largest first."""
     found = list[tuple[str | None, list[int]]]()
     for name, kinds in _groups(waits, by).items():
         edges = map(milliseconds_of, waits.edges)
@@ -219,15 +218,15 @@ def _due(waits: Waits, by: str) -> dict[str, object]:
 
 
 def late_by_task(answers: Iterable[Answer]) -> dict[str, str]:
-    """Return how late 99 of 100 tasks of each name have come at most, in words.
+    """Return the 99th percentile of the lateness of each task, for display.
 
     Args:
-        answers: What the workers answer; those of earlier versions do not say it.
+        answers: The workers' answers; workers of earlier versions do not report lateness.
     """
     counts, bounds = dict[str, list[int]](), list[float]()
-    for told in (answer.get(ARRIVALS) or {} for answer in answers):
-        for task, number in (told.get("late_by_task") or {}).items():
-            bounds = told["late_bounds"]
+    for arrivals in (answer.get(ARRIVALS) or {} for answer in answers):
+        for task, number in (arrivals.get("late_by_task") or {}).items():
+            bounds = arrivals["late_bounds"]
             before = counts.get(task, [0] * len(number))
             counts[task] = [sum(each) for each in zip(before, number, strict=True)]
     found = {}
@@ -245,7 +244,7 @@ def _brief(seconds: float) -> str:
 
 
 def _last_hour(site: Site, taken: datetime | None, answers: Sequence[Answer]) -> dict[str, object]:
-    """Return what was sent and received in each minute of the last hour, and how late it came."""
+    """Return the tasks sent and received per minute of the last hour, and the largest lateness."""
     end = taken or wall_clock.now()
     edges = [end - ago * MINUTE for ago in range(MINUTES, -1, -1)]
     sent = site.latest("sent", partial(_sent, site), SENT_PERIOD, patience=0)
@@ -259,22 +258,22 @@ def _last_hour(site: Site, taken: datetime | None, answers: Sequence[Answer]) ->
 
 
 def _by_minute(answers: Iterable[Answer], name: str) -> list[list[float]]:
-    """Return what the workers say of each minute, the first minute first."""
-    told = [((answer.get(ARRIVALS) or {}).get(name) or ())[:MINUTES] for answer in answers]
-    minutes = [*zip_longest(*told, [None] * MINUTES)]
+    """Return the workers' figures of every minute, the oldest minute first."""
+    figures = [((answer.get(ARRIVALS) or {}).get(name) or ())[:MINUTES] for answer in answers]
+    minutes = [*zip_longest(*figures, [None] * MINUTES)]
     return [[each for each in minute if each is not None] for minute in reversed(minutes)]
 
 
 def _sent(site: Site) -> list[tuple[datetime, float]]:
-    """Return how many messages have entered the levels a minute, as the management API counts it.
+    """Return how many messages entered the levels per minute, by the management API's statistics.
 
     Raises:
-        ManagementUnavailable: It does not answer.
+        ManagementUnavailable: The API does not answer.
     """
     connection = site.queues_broker.connection
     api = management_api(connection, site.options.management)
-    # What clients publish to it and it routes, not what is dead-lettered into it; of what clients
-    # publish, the API remembers ten minutes only.
+    # "publish_out" counts messages that clients published and the exchange routed, not messages
+    # dead-lettered into it. The API keeps "publish_in" for ten minutes only.
     column, (age, step) = "publish_out_details", SENT
     found = api.get(
         "exchanges",
@@ -289,14 +288,14 @@ def _sent(site: Site) -> list[tuple[datetime, float]]:
         if each["name"] in levels:
             # Without statistics, the API has a list in place of an object.
             details = (each.get("message_stats") or {}).get(column) or {}
-            told = ((one["timestamp"], one["sample"]) for one in details.get("samples", ()))
-            for (_, before), (at_ms, count) in pairwise(sorted(told)):
+            samples = ((one["timestamp"], one["sample"]) for one in details.get("samples", ()))
+            for (_, before), (at_ms, count) in pairwise(sorted(samples)):
                 sent[at_ms] += max(count - before, 0)
     return [(instant_of(at_ms), count * 60 / step) for at_ms, count in sorted(sent.items())]
 
 
 def findings_of(site: Site, patience: float | None = None) -> Reading[Verification]:
-    """Return what on the broker loses tasks, or makes them early or late."""
+    """Return the findings of ``verify``: faults that lose tasks, or make them early or late."""
 
     def look() -> Verification:
         url = site.options.management
@@ -306,10 +305,10 @@ def findings_of(site: Site, patience: float | None = None) -> Reading[Verificati
 
 
 def health(asked: Asked) -> dict[str, object]:
-    """Return the findings, and whether publishers are blocked."""
+    """Return the findings of ``verify``, the alarm about blocked publishers first."""
     reading, (glance, _, broker_error) = findings_of(asked.site), asked.site.queues()
     found = () if reading.value is None else reading.value.findings
-    # That publishers are blocked is known at once, and without the management API.
+    # The connection reports blocked publishers at once, and without the management API.
     alarms = [each for each in found if each.code == blocked().code]
     if glance is not None:
         alarms = (alarms or [blocked()]) if glance.status.is_blocked else []

@@ -1,4 +1,4 @@
-"""The options of the page (who may see it and act, what it shows), and hashes of passwords."""
+"""The options of the page (users and their roles, what it shows), and password hashes."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ logger = logging.getLogger(__name__)
 #: A viewer reads; an operator also acts.
 Role: TypeAlias = Literal["viewer", "operator"]
 
-#: The setting that has the options; see :attr:`.Settings.web`.
+#: The setting with the options; see :attr:`.WebSettings.web`.
 SETTING: Final = "rabbitdelay_web"
 
 _ROLES: Final = f"takes one of {', '.join(get_args(Role))}"
 
-#: Bytes of a secret at least.
+#: The least length of a secret, in bytes.
 MIN_SECRET: Final = 32
 
 #: The cost of scrypt: 32 MiB and about a tenth of a second, as OWASP's Password Storage Cheat Sheet
 #: recommends for r = 8 and p = 3.
 _N, _R, _P = 2**15, 8, 3
 
-#: Bytes of memory that OpenSSL may use; its own bound is what N = 2**14 takes.
+#: The memory that OpenSSL may use, in bytes; its default is only enough for N = 2**14.
 _MEMORY: Final = 2**26
 
 _HASH: Final = re.compile(
     r"scrypt:(\d{1,7}):(\d{1,2}):(\d{1,2}):([\w-]{22}==):([\w-]{43}=)", re.ASCII
 )
 
-#: The hash of a password that nobody has: an unknown name takes as long as a wrong password.
+#: The dummy hash for unknown names: they take as long as a wrong password.
 NOBODY: Final = (
     "scrypt:32768:8:3:AAAAAAAAAAAAAAAAAAAAAA==:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="
 )
 
 
 class User(NamedTuple):
-    """Somebody who uses the page.
+    """A user of the page.
 
     Attributes:
-        name: Who it is, for the log.
+        name: The user's name, for the log.
         role: ``viewer`` or ``operator``.
     """
 
@@ -66,70 +66,72 @@ class User(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Options:
-    """What may be configured.
+    """The options of the page.
 
-    With none of ``users``, ``proxy_header`` and ``identify``, only this machine is answered.
+    Without any of ``users``, ``proxy_header`` and ``identify``, only this machine is answered.
 
     Raises:
         InvalidSetting: An option is wrong.
     """
 
-    #: Who may sign in: ``{"ada": {"password": "scrypt:...", "role": "operator"}}``. The role is
-    #: "viewer" unless it is given. ``celery rabbitdelay web --hash-password`` makes a password.
+    #: The users who sign in: ``{"ada": {"password": "scrypt:...", "role": "operator"}}``. The
+    #: default role is "viewer". ``celery rabbitdelay web --hash-password`` hashes a password.
     users: Mapping[str, Mapping[str, str]] | None = None
 
     #: The header in which a proxy names the user that it has authenticated: "X-Remote-User".
     proxy_header: str | None = None
 
-    #: The addresses or networks of that proxy: "10.0.0.5", "10.1.0.0/16"; nobody else is answered.
+    #: The addresses or networks of that proxy, such as "10.0.0.5" or "10.1.0.0/16". Requests from
+    #: other addresses are refused.
     proxies: Sequence[str] = ()
 
-    #: Which of the users that the proxy names may act; all others may only read.
+    #: The users of the proxy that are operators; all other users are viewers.
     operators: Sequence[str] = ()
 
-    #: A function that takes the ASGI scope of a request and returns a :class:`User`, or None for
-    #: nobody; it is called in a thread.
+    #: A function that takes the ASGI scope of a request and returns a :class:`User`, or None to
+    #: refuse the request; it is called in a thread.
     identify: Callable[[Mapping[str, Any]], User | None] | None = None
 
-    #: What everybody on this machine may, where nobody else may: "viewer" or "operator".
+    #: The role of all users of this machine, if only this machine is answered: "viewer" or
+    #: "operator".
     loopback_role: Role = "viewer"
 
-    #: The names under which the page is reached: "tasks.example.com". None: any with users, and
-    #: those of this machine without.
+    #: The host names of the page, such as "tasks.example.com". None: any name if users are
+    #: identified, otherwise only the names of this machine.
     hosts: Sequence[str] | None = None
 
-    #: What signs the cookies, at least 32 bytes. None: a random one, so that users sign in again
-    #: after a restart; so they do without a registry, which remembers who has signed out. Several
-    #: processes that serve one page need both.
+    #: Signs the cookies; at least 32 bytes. None: a random secret, so users sign in again after a
+    #: restart. They also do without a registry, which stores the ended sessions. Several processes
+    #: that serve one page need a secret and a registry.
     secret: str | None = None
 
-    #: Whether browsers reach the page over HTTPS although a proxy reaches it over HTTP.
+    #: Whether browsers use HTTPS although the proxy in between uses HTTP.
     https: bool = False
 
     #: Whether the arguments of tasks and the bodies of messages are shown.
     shows_arguments: bool = False
 
-    #: What hides a part of them, by the name of the task and their text. If it raises, they are
-    #: hidden.
+    #: A function that takes a task's name and the text of its arguments, and returns the text to
+    #: show. If the function raises, the arguments are hidden.
     mask: Callable[[str, str], str] | None = None
 
-    #: The URL of the broker's management API, http://user:password@host:15672. None: that of the
-    #: broker's host, with its user.
+    #: The URL of the broker's management API, http://user:password@host:15672. None: the broker's
+    #: host, with the application's user.
     management: str | None = None
 
     @classmethod
     def of(cls, *given: Mapping[str, Any]) -> Self:
-        """Read options; the later ones override the earlier."""
+        """Merge mappings of options; later mappings override earlier ones."""
         merged = {name: value for each in given for name, value in each.items()}
         names = [each.name for each in fields(cls)]
         for name in merged:
-            _check(name in names, name, f"no such option; there are {', '.join(names)}")
+            _check(name in names, name, f"no such option; the options are {', '.join(names)}")
         return cls(**merged)
 
     def __post_init__(self) -> None:
         ways = [self.users, self.proxy_header, self.identify]
         is_one = sum(each is not None for each in ways) <= 1
-        _check(is_one, "users", "takes one of users, proxy_header and identify")
+        _check(is_one, "users", "set only one of users, proxy_header and identify")
         _check(self.users is None or self.users, "users", "takes at least one user")
         for name, user in (self.users or {}).items():
             _check_user(name, user)
@@ -143,7 +145,7 @@ class Options:
         _check(is_long, "secret", f"takes at least {MIN_SECRET} bytes: {way}")
         for name in ("proxies", "operators", "hosts"):
             _check(not isinstance(getattr(self, name), str), name, "takes a list of texts")
-        self.proxy_networks  # noqa: B018 - raises if one of them is wrong
+        self.proxy_networks  # noqa: B018 - raises if a network is wrong
         is_url = self.management is None or parts_of_url(str(self.management)) is not None
         _check(is_url, "management", "takes a URL such as http://user:password@host:15672")
 
@@ -158,17 +160,20 @@ class Options:
 
     @property
     def is_open(self) -> bool:
-        """Whether users are not distinguished, so that only this machine is answered."""
+        """Whether no option identifies users, so only this machine is answered."""
         return self.users is None and self.proxy_header is None and self.identify is None
 
     def shown(self, task: str, text: str | None) -> str | None:
-        """Return the text of a task's arguments as far as it may be shown; None if it may not."""
+        """Return the text of a task's arguments, masked; None if arguments are hidden."""
         if not self.shows_arguments or text is None or self.mask is None:
             return text if self.shows_arguments else None
         try:
             return str(self.mask(task, text))
         except Exception:
-            logger.exception("The mask has failed; arguments of %.200r are hidden", task)
+            logger.exception(
+                "rabbitdelay web: the option 'mask' has failed; arguments of %.200r are hidden",
+                task,
+            )
             return None
 
 
@@ -183,13 +188,13 @@ def _check_user(name: str, user: Mapping[str, str]) -> None:
 
 
 def _check(is_right: object, name: str, takes: str) -> None:
-    """Raise the error about an option, without its value, which may be a secret."""
+    """Raise the error about an invalid option, without its value, which may be a secret."""
     if not is_right:
         raise InvalidSetting(f"{SETTING}[{name!r}]", HIDDEN, takes)
 
 
 def hash_password(password: str) -> str:
-    """Return the hash of a password, with its salt and its cost."""
+    """Hash a password; the text contains the salt and the cost."""
     salt = secrets.token_bytes(16)
     return ":".join(
         ("scrypt", str(_N), str(_R), str(_P), _text(salt), _text(_hash(password, salt)))
@@ -197,7 +202,7 @@ def hash_password(password: str) -> str:
 
 
 def is_hash(value: object) -> bool:
-    """Return whether a value is what :func:`hash_password` returns, perhaps at another cost."""
+    """Return whether a value is a hash in the format of :func:`hash_password`, of any cost."""
     found = _HASH.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return False
@@ -206,7 +211,7 @@ def is_hash(value: object) -> bool:
 
 
 def is_password(password: str, hashed: str) -> bool:
-    """Return whether a password has a hash; it takes as long for a wrong one."""
+    """Return whether a password matches a hash, in constant time."""
     found = _HASH.fullmatch(hashed)
     if found is None:
         return False

@@ -1,4 +1,4 @@
-"""The table of all pages; each is also JSON under ``/api``."""
+"""The table of all pages; every page is also available as JSON under ``/api``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from celery_rabbitdelay.web import (
 )
 from celery_rabbitdelay.web.asked import Asked
 
-#: Returns what a page and its JSON show. It may block; it is called in a thread.
+#: Returns the content of a page and of its JSON. It may block, because it runs in a thread.
 View: TypeAlias = Callable[[Asked], dict[str, object]]
 
 
@@ -28,13 +28,13 @@ class Page(NamedTuple):
     """A page.
 
     Attributes:
-        path: Its path, without a slash before it.
-        view: Returns what it shows.
-        title: Its title; empty for an action that leads to another page.
-        template: The name of its template, without ``.html``; empty likewise.
-        in_menu: Whether it stands in the menu.
-        refresh: Seconds after which a page that is open is refreshed; 0 for never.
-        is_action: Whether it changes something: an operator posts a form with a token.
+        path: Its path, without a leading slash.
+        view: Returns its content.
+        title: Its title; empty for an action that redirects to another page.
+        template: The name of its template, without ``.html``; empty for such an action.
+        in_menu: Whether it is in the menu.
+        refresh: Seconds after which an open page refreshes; 0 for never.
+        is_action: Whether it changes something; an operator posts a form with a token.
     """
 
     path: str

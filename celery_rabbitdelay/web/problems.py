@@ -1,4 +1,4 @@
-"""Whether all is well: what is wrong, the most severe first, each with its way out."""
+"""The problems that Now lists: the most severe first, with the page that helps."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import Answer, Glance
 from celery_rabbitdelay.web.states import Due
 
-#: Seconds after its time until it is said that a probe is late.
+#: Seconds of lateness from which a probe is a problem.
 LATE: Final = 10.0
 
-#: The codes of findings that are known at once, and without the management API.
+#: The codes of findings that other sources report sooner, and without the management API.
 KNOWN_AT_ONCE: Final = ("publishers-blocked", "missing", "registry-unavailable")
 
 
 class Problem(NamedTuple):
-    """Something that is wrong, or that holds tasks back.
+    """A fault, or a reason why tasks are held.
 
     Attributes:
-        severity: How bad it is, as in ``verify``.
-        words: What it is; or its beginning, if something follows.
-        about: What is concerned, a text that anybody may have written; empty for nothing.
+        severity: The severity, as in ``verify``.
+        words: The sentence, or its beginning.
+        about: The name that follows the words, untrusted text; may be empty.
         rest: The rest of the sentence.
-        page: The page where one sees to it.
-        fields: The query of its address.
-        shape: The shape that stands for it.
+        page: The page that shows details or a remedy.
+        fields: The query of that page's address.
+        shape: The icon.
     """
 
     severity: Severity
@@ -46,7 +46,7 @@ class Problem(NamedTuple):
 
 
 def things(count: int, one: str, many: str = "") -> str:
-    """Return how many there are of something: ``1 queue``, ``1,200 queues``."""
+    """Format a count with its noun: ``1 queue``, ``1,200 queues``."""
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
@@ -59,16 +59,16 @@ def problems(
     unserved: Sequence[str],
     reasons: Counter[str],
 ) -> list[Problem]:
-    """Return what is wrong, the most severe first.
+    """Return the problems, the most severe first.
 
     Args:
-        queues: A look at the queues.
-        workers: What each worker answers, by its name.
-        registry_error: Why Redis cannot be asked.
-        due: What is due and has not arrived.
-        found: What ``verify`` has found; None if that is not known.
-        unserved: The queues that tasks wait for, and nobody takes from.
-        reasons: Why messages could not be delivered, as far as they were read.
+        queues: The latest reading of the queues.
+        workers: The workers' answers, by worker.
+        registry_error: The error of Redis; None if it answers.
+        due: The tasks that are due and have not arrived.
+        found: The findings of ``verify``; None if unknown.
+        unserved: The queues that tasks wait for and no worker consumes.
+        reasons: The reasons of the undeliverable messages that were read.
     """
     named = {kind.queue for kind in due.overdue}
     all_of_them = [
@@ -84,10 +84,10 @@ def _of_servers(
     queues: Reading[Glance], registry_error: str | None, reasons: Counter[str]
 ) -> Iterator[Problem]:
     if queues.error is not None:
-        since = "" if queues.taken is None else f"; the figures are of {shown.left(queues.taken)}"
-        yield Problem("danger", f"The broker cannot be asked{since}", queues.error)
+        since = "" if queues.taken is None else f"; the figures are from {shown.left(queues.taken)}"
+        yield Problem("danger", f"The broker cannot be reached{since}", queues.error)
     if registry_error is not None:
-        yield Problem("danger", "Redis cannot be asked", registry_error)
+        yield Problem("danger", "Redis cannot be reached", registry_error)
     if queues.value is None:
         return
     status, backlog = queues.value.status, queues.value.status.backlog
@@ -107,7 +107,7 @@ def _of_workers(
     queues: Reading[Glance], workers: Reading[dict[str, Answer]], unserved: Sequence[str]
 ) -> Iterator[Problem]:
     if workers.error is not None and queues.error is None:
-        yield Problem("danger", "The workers cannot be asked", workers.error)
+        yield Problem("danger", "The workers cannot be reached", workers.error)
     if workers.value is None or queues.error is not None:
         return
     answers = workers.value
@@ -116,14 +116,14 @@ def _of_workers(
     if not answers:
         yield Problem("danger", "No worker answers", page="workers")
     elif distribution is not None and not distribution.consumers:
-        words = "No worker serves distribution: tasks that are due stand still"
+        words = "No worker serves distribution: due tasks do not reach their queues"
         yield Problem("danger", words, page="workers")
     elif unserved:
         about = _named(Counter(unserved))
-        yield Problem("danger", "No worker takes from queue", about, page="workers")
+        yield Problem("danger", "No worker consumes queue", about, page="workers")
     for name, answer in sorted(answers.items()):
         if "error" in answer:
-            yield Problem("warning", "A worker cannot tell how it is", name, "workers")
+            yield Problem("warning", "A worker cannot report its state:", name, page="workers")
     yield from _of_probes(answers.values())
 
 
@@ -136,8 +136,8 @@ def _of_probes(answers: Iterable[Mapping[str, Any]]) -> Iterator[Problem]:
     }
     if late:
         level, seconds = max(late.items(), key=lambda each: each[1])
-        words = f"A probe is missing or late by {shown.brief(seconds)}"
-        yield Problem("danger", words, level, "levels")
+        words = f"A probe is missing or late by {shown.brief(seconds)} in level"
+        yield Problem("danger", words, level, page="levels")
 
 
 def _of_tasks(due: Due, unserved: Sequence[str]) -> Iterator[Problem]:
@@ -161,11 +161,11 @@ def _of_tasks(due: Due, unserved: Sequence[str]) -> Iterator[Problem]:
 
 
 def _overdue(due: Due, kinds: Set[Kind], unserved: Counter[str]) -> Problem:
-    """Return what is said of the overdue tasks of some kinds, and of queues without a worker."""
+    """Return the problem of overdue tasks, and of the unserved queues that they wait for."""
     names, firsts = Counter[str](), [due.firsts[each] for each in kinds if each in due.firsts]
     for each in kinds:
         names[each.task] += due.overdue[each]
-    cause = f"; no worker takes from queue {_named(unserved)}" if unserved else ""
+    cause = f"; no worker consumes queue {_named(unserved)}" if unserved else ""
     since = f"; the first was due {shown.left(min(firsts))}" if firsts else ""
     terms = " ".join(["state:overdue", *(str(Term.of("task", each)) for each in names)])
     fields = urlencode({"q": terms}, errors="surrogatepass")
@@ -175,7 +175,7 @@ def _overdue(due: Due, kinds: Set[Kind], unserved: Counter[str]) -> Problem:
 
 
 def _named(counts: Counter[str]) -> str:
-    """Return the name that has the most, and how many others there are; empty for none."""
+    """Return the most frequent name and the number of others: ``a and 2 more``; empty for none."""
     if not counts:
         return ""
     others = len(counts) - 1

@@ -1,4 +1,4 @@
-"""The language of a search: ``task:store.* due:<2h 4711``, read, written and compared. Pure."""
+"""The search language: parse, format and match queries such as ``task:store.* due:<2h 4711``."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from celery_rabbitdelay.web.states import STATES, Holds
 
 _INSTANTS: Final = "<2h, >1d, today, 2030-01-31, 2030-01-31T09:00, or 2030-01-31..2030-02-02"
 
-#: The names of terms, and what each takes. A term without a name is a word.
+#: The names of terms, with the values that they take. A term without a name is a word.
 NAMES: Final = {
-    "task": "takes the name of a task; * stands for any text: task:store.*",
+    "task": "takes the name of a task; * matches any text: task:store.*",
     "queue": 'takes the name of a queue, or "" for tasks that an exchange routes',
-    "key": "takes a key; * stands for any text: key:order:4711*",
-    "job": "takes the name of a job; * stands for any text: job:import-*",
+    "key": "takes a key; * matches any text: key:order:4711*",
+    "job": "takes the name of a job; * matches any text: job:import-*",
     "id": "takes the id of a task",
     "state": f"takes one of {', '.join(STATES)}; waiting means on time",
     "due": f"takes {_INSTANTS}",
-    "sent": f"takes {_INSTANTS}; <2h is less than two hours ago",
+    "sent": f"takes {_INSTANTS}; <2h means less than two hours ago",
 }
 
-#: How many terms a search has at most.
+#: The most terms of a search.
 MOST_TERMS: Final = 50
 
-#: How many completions are proposed at most.
+#: The most completions that are proposed.
 MOST_COMPLETIONS: Final = 30
 
-#: The names of terms that look for a text.
+#: The names of terms that search for a text.
 _OF_TEXT: Final = ("task", "queue", "key", "job", "id")
 
-#: One term: characters, any of them behind a backslash, and quoted texts.
+#: One term: characters, escaped characters and quoted texts.
 _TERM: Final = re.compile(r'(?:\\.?|"(?:\\.|[^"\\])*(?:"|\\?\Z)|[^\s"\\])+', re.DOTALL)
 _NAMED: Final = re.compile(r"([A-Za-z]+):(.*)", re.DOTALL)
 _CHARACTER: Final = re.compile(r"\\u\{(10[0-9a-f]{4}|[0-9a-f]{1,5})\}|\\(.)|([^\\])", re.DOTALL)
@@ -53,12 +53,12 @@ _MINUTE, _DAY = timedelta(minutes=1), timedelta(days=1)
 class Term(NamedTuple):
     r"""A term of a search.
 
-    A ``*`` stands for any text. A backslash stands before a ``*``, a quotation mark and a backslash
-    that mean themselves, and what is not printed is written as ``\u{202e}``.
+    A ``*`` matches any text. A backslash escapes ``*``, quotation marks and backslashes;
+    unprintable characters are written as ``\u{202e}``.
 
     Attributes:
         name: Its name, one of :data:`NAMES`; empty for a word.
-        parts: The texts between its wildcards; without any, the text that it looks for.
+        parts: The texts between its wildcards; without wildcards, the whole text.
     """
 
     name: str
@@ -66,15 +66,15 @@ class Term(NamedTuple):
 
     @classmethod
     def of(cls, name: str, text: str) -> Self:
-        """Return the term that looks for just this text."""
+        """Return the term that matches exactly this text."""
         return cls(name, (text,))
 
     @classmethod
     def read(cls, written: str) -> Self:
-        """Read a term.
+        """Parse a term.
 
         Raises:
-            Wrong: It has a name and nothing else.
+            Wrong: The term has a name but no value.
         """
         name, parts = _name_of(written), [""]
         if name and len(written) == len(name) + 1:
@@ -100,18 +100,18 @@ class Query(NamedTuple):
     """A search.
 
     Attributes:
-        terms: Its terms. A task matches one of those of a name; but all words, and all terms about
-            instants.
+        terms: Its terms. A task must match one of the terms of every name, but all words and all
+            terms of ``due`` and ``sent``.
     """
 
     terms: tuple[Term, ...] = ()
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Read a search.
+        """Parse a search.
 
         Raises:
-            Wrong: A term takes something else, or there are too many.
+            Wrong: A term is invalid, or there are too many terms.
         """
         found = [Term.read(each.group()) for each in _TERM.finditer(text)]
         if len(found) > MOST_TERMS:
@@ -122,11 +122,11 @@ class Query(NamedTuple):
         return " ".join(map(str, self.terms))
 
     def named(self, name: str) -> list[Term]:
-        """Return the terms of a name; an empty name is that of words."""
+        """Return the terms of a name; words have an empty name."""
         return [each for each in self.terms if each.name == name]
 
     def replaced(self, name: str, *terms: Term) -> Query:
-        """Return the search with other terms of a name, or without any."""
+        """Return the search with the terms of a name replaced, or removed."""
         return Query((*(each for each in self.terms if each.name != name), *terms))
 
     def without(self, term: Term) -> Query:
@@ -134,15 +134,15 @@ class Query(NamedTuple):
         return Query(tuple(each for each in self.terms if each != term))
 
     def texts(self, name: str) -> list[str]:
-        """Return the texts that the terms of a name look for; none if one of them has wildcards."""
+        """Return the texts of a name's terms; empty if a term has wildcards."""
         parts = [each.parts for each in self.named(name)]
         return [each[0] for each in parts] if all(len(each) == 1 for each in parts) else []
 
     def states(self) -> set[str]:
-        """Return the states that it looks for; none for any.
+        """Return the wanted states; empty for any state.
 
         Raises:
-            Wrong: There is no such state.
+            Wrong: A state is unknown.
         """
         states = {"*".join(each.parts): each for each in self.named("state")}
         for wrong in states.keys() - {*STATES}:
@@ -151,10 +151,10 @@ class Query(NamedTuple):
         return {*states, *(("job-open",) if "held" in states else ())}
 
     def span(self, name: str, now: datetime, zone: tzinfo) -> Span:
-        """Return the span of time that its terms of a name, ``due`` or ``sent``, look for.
+        """Return the span of time that all terms ``due`` or ``sent`` have in common.
 
         Raises:
-            Wrong: One of them takes something else.
+            Wrong: The value of a term is invalid.
         """
         whole = Span(None, None)
         for each in self.named(name):
@@ -166,34 +166,34 @@ class Span(NamedTuple):
     """A span of time.
 
     Attributes:
-        start: Its first instant, in milliseconds since 1970-01-01 UTC; None: it has no start.
-        end: The first instant behind it, likewise.
+        start: Its first instant, in milliseconds since 1970-01-01 UTC; None for no start.
+        end: The first instant after it, likewise; None for no end.
     """
 
     start: int | None
     end: int | None
 
     def cut(self, start: int | None, end: int | None) -> Span:
-        """Return the part of it between two instants."""
+        """Return the part of the span between two instants."""
         starts = [each for each in (self.start, start) if each is not None]
         ends = [each for each in (self.end, end) if each is not None]
         return Span(max(starts, default=None), min(ends, default=None))
 
     def has(self, instant: datetime | None) -> bool:
-        """Return whether an instant is in it; one that nobody knows is not."""
+        """Return whether an instant is in the span; an unknown instant is not."""
         at_ms = None if instant is None else milliseconds_of(instant)
         return at_ms is not None and self.cut(at_ms, at_ms + 1) == (at_ms, at_ms + 1)
 
 
 class Known(NamedTuple):
-    """What a search is compared with, beside the tasks.
+    """The context of a search.
 
     Attributes:
-        holds: What holds due tasks back, and when.
+        holds: The pauses and open jobs that hold due tasks, at an instant.
         zone: The time zone of dates in the search.
-        kinds: The kinds of which tasks wait.
-        arguments: Returns the arguments of a task as far as they may be shown, by its name and its
-            stored message; None if none are.
+        kinds: The kinds of the waiting tasks.
+        arguments: Returns the masked arguments of a task from its name and its stored message; None
+            if arguments are hidden.
     """
 
     holds: Holds
@@ -203,10 +203,10 @@ class Known(NamedTuple):
 
 
 def filter_of(query: Query, known: Known) -> Filter:
-    """Return which tasks match a search.
+    """Translate a search into a filter of the registry's index.
 
     Raises:
-        Wrong: A term takes something else.
+        Wrong: A term is invalid.
     """
     states, holds = query.states(), known.holds
     due = query.span("due", holds.now, known.zone)
@@ -216,7 +216,7 @@ def filter_of(query: Query, known: Known) -> Filter:
     elif states == {"waiting"}:
         due = due.cut(holds.late_ms, None)
     kinds = kinds_of(query, known)
-    # Without open jobs, their kinds say which tasks are held.
+    # Without open jobs, a task's kind alone decides whether the task is held.
     by_kind = is_due and not holds.of_jobs
     if by_kind:
         kinds = [
@@ -238,7 +238,7 @@ def filter_of(query: Query, known: Known) -> Filter:
         arguments = known.arguments and known.arguments(task.task, message)
         texts = [(each or "").lower() for each in (task.key, arguments)]
         return all(
-            # Random ids have any short text somewhere.
+            # An id must begin with the word: random ids contain any short text somewhere.
             _fits(word[1:], task.task_id.lower()) or any(_fits(word, text) for text in texts)
             for word in words
         )
@@ -257,17 +257,17 @@ def filter_of(query: Query, known: Known) -> Filter:
 
 
 def kinds_of(query: Query, known: Known) -> list[Kind]:
-    """Return the kinds of which tasks wait that a search is about."""
+    """Return the kinds of waiting tasks that a search may match."""
     of_task, of_queue = _matcher(query, "task"), _matcher(query, "queue")
     return [each for each in known.kinds if of_task(each) and of_queue(each)]
 
 
 def completions(text: str, values: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return what a search may become that somebody is typing: its last term completed.
+    """Complete the last term of a search.
 
     Args:
-        text: What has been typed.
-        values: What the terms of a name may look for, by the name.
+        text: The text so far.
+        values: The possible values of terms, by the name of the term.
     """
     begun = text.split(" ")[-1]
     before, found = text[: len(text) - len(begun)], _name_of(begun)
@@ -284,7 +284,7 @@ def completions(text: str, values: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _name_of(written: str) -> str:
-    """Return the name of a term that is written; empty for a word."""
+    """Return the name of a written term; empty for a word."""
     found = _NAMED.fullmatch(written)
     name = found[1].lower() if found else ""
     return name if name in NAMES else ""
@@ -297,14 +297,14 @@ def _escaped(character: str) -> str:
 
 
 def _matcher(query: Query, name: str) -> Callable[[Pending | Kind], bool]:
-    """Return what says whether a task, or a kind, matches one of the terms of a name, if any."""
+    """Return a predicate: a task or a kind matches a term of a name, or there are none."""
     patterns = [each.parts for each in query.named(name)]
     text_of = attrgetter("task_id" if name == "id" else name)
     return lambda each: not patterns or any(_fits(one, text_of(each) or "") for one in patterns)
 
 
 def _fits(parts: Sequence[str], text: str) -> bool:
-    """Return whether a text consists of some parts, with any text between two of them."""
+    """Return whether a text consists of these parts in order, with any text in between."""
     first, *middle = parts
     if not middle:
         return text == first
@@ -320,11 +320,11 @@ def _fits(parts: Sequence[str], text: str) -> bool:
 
 
 def _span_of(term: Term, now: datetime, zone: tzinfo) -> Span:
-    """Return the span of time that a term looks for."""
+    """Return the span of time of a term."""
     is_ago = term.name == "sent"
 
     def read(text: str) -> tuple[datetime, datetime]:
-        """Return the first instant of a day, a minute or an instant, and the first behind it."""
+        """Return the start and the end of a day, a minute or an instant."""
         with suppress(InvalidDelay):
             away = timedelta(seconds=float(parse_delay(text)))
             instant = now - away if is_ago else now + away

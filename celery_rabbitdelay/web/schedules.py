@@ -1,4 +1,4 @@
-"""The page Schedules: a time line, what became of the last occurrences; edit, pause, trigger."""
+"""The page Schedules: a time line of the next runs, and the last outcome; edit, pause, trigger."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from celery_rabbitdelay.web.now import HORIZONS
 from celery_rabbitdelay.web.shown import quoted
 from celery_rabbitdelay.web.site import log_action
 
-#: The beginning of a rule that is an interval; behind it stand milliseconds.
+#: The prefix of an interval rule; milliseconds follow.
 EVERY: Final = "every "
 
-#: Seconds after which it is said of an occurrence that it has not come.
+#: Seconds after its due time from which an occurrence counts as missing.
 MISSING: Final = 60.0
 
-#: How many runs of a schedule, and of all together, stand on the time line.
+#: The most runs on the time line: of one schedule, and of all.
 MOST_RUNS, MOST_OF_ALL = 12, 200
 
-#: The answer to a name that no schedule has.
+#: The error for an unknown name.
 UNKNOWN: Final = "There is no schedule of this name."
 
-#: How many next instants a schedule's own page has.
+#: How many next runs a schedule's own page lists.
 NEXT: Final = 5
 
 
 def schedules(asked: Asked) -> dict[str, object]:
-    """Return all schedules, the one that is due next first, and their next runs in a time."""
+    """Return all schedules in the order of their next runs, with the runs within a span of time."""
     horizon = asked.fields.one_of("horizon", HORIZONS, "day")
     found = sorted(asked.with_registry.schedules.all(), key=lambda each: each.next_at)
     start, (length, _) = wall_clock.now(), HORIZONS[horizon]
-    told, left = [], MOST_OF_ALL
+    listed, left = [], MOST_OF_ALL
     for each in found:
         runs = runs_until(each, start, start + length, min(MOST_RUNS, left))
         left -= len(runs)
-        told.append({**_told(asked, each), "runs": runs})
+        listed.append({**_shown(asked, each), "runs": runs})
     return {
-        "schedules": told,
+        "schedules": listed,
         "horizon": horizon,
         "horizons": list(HORIZONS),
         "start": start,
@@ -57,7 +57,7 @@ def schedules(asked: Asked) -> dict[str, object]:
 
 
 def runs_until(found: Schedule, start: datetime, end: datetime, most: int) -> list[datetime]:
-    """Return the first instants of a schedule within a time; one that is overdue is not in it."""
+    """Return the first runs of a schedule within a span of time, without an overdue run."""
     instants, end_ms = list[datetime](), milliseconds_of(end)
     with suppress(*INVALID):  # the rules of a later version
         at_ms: int | None = milliseconds_of(found.next_at)
@@ -70,14 +70,18 @@ def runs_until(found: Schedule, start: datetime, end: datetime, most: int) -> li
 
 
 def schedule(asked: Asked) -> dict[str, object]:
-    """Return one schedule, and when it is due next."""
+    """Return one schedule and its next runs."""
     found = _known(asked)
     instants = asked.with_registry.schedules.next(found.name, NEXT)
-    return {"schedule": _told(asked, found), "next": instants}
+    return {"schedule": _shown(asked, found), "next": instants}
 
 
 def _known(asked: Asked) -> Schedule:
-    """Return the schedule of the name that is asked for."""
+    """Return the schedule that the request names.
+
+    Raises:
+        HTTPException: There is no such schedule.
+    """
     found = asked.with_registry.schedules.get(asked.fields.needed("name"))
     if found is None:
         raise HTTPException(404, UNKNOWN)
@@ -85,7 +89,7 @@ def _known(asked: Asked) -> Schedule:
 
 
 def edit(asked: Asked) -> dict[str, object]:
-    """Let a schedule be due at other times; its task and arguments stay."""
+    """Change the timing of a schedule; its task and arguments stay."""
     fields = asked.fields
     changed: dict[str, object] = {}
     lines = "\n".join(fields.getlist("when")).splitlines()
@@ -95,21 +99,23 @@ def edit(asked: Asked) -> dict[str, object]:
         changed["timezone"] = fields.needed("timezone").strip()
     found = _known(asked)
     if not found.task:
-        raise HTTPException(409, "Redis has lost the task: the application has to put it again.")
+        lost = "Redis has lost the schedule's task: the application must put the schedule again."
+        raise HTTPException(409, lost)
     if found.args is None:
-        raise HTTPException(409, "Its arguments cannot be read here (accept_content).")
+        hidden = "The schedule's arguments cannot be read here: see Celery's accept_content."
+        raise HTTPException(409, hidden)
     try:
         put = asked.with_registry.schedules.put_exported(found.exported(), **changed)
     except (InvalidSchedule, InvalidDelay) as wrong:
         raise Wrong("when", str(wrong)) from wrong
     log_action(asked.user, f"edited the schedule to {changed!r:.500}", 1, found.name)
-    done = "edited the schedule" if put is not None else "ended the schedule: its end is over"
+    done = "edited the schedule" if put is not None else "ended the schedule: no run is left"
     see = "schedules" if put is None else f"schedules/one?name={quoted(found.name)}"
     return {"name": found.name, "done": done, "see": see}
 
 
 def _rule(line: str) -> str | timedelta:
-    """Return a rule as it is written on the page: an interval has its unit."""
+    """Parse a rule as the page writes it: an interval has a unit."""
     if not line.startswith(EVERY):
         return line
     text = line.removeprefix(EVERY)
@@ -122,7 +128,7 @@ def _rule(line: str) -> str | timedelta:
 
 
 def written(rule: str) -> str:
-    """Return a rule as the page writes it and reads it again."""
+    """Format a rule as the page writes and parses it."""
     milliseconds = rule.removeprefix(EVERY)
     if not (rule.startswith(EVERY) and milliseconds.isdigit()):
         return rule
@@ -134,7 +140,7 @@ def written(rule: str) -> str:
 
 
 def trigger(schedules: Schedules, name: str) -> bool:
-    """Send the task of a schedule now; return whether there is one."""
+    """Send the task of a schedule now; return False if there is no such schedule."""
     return schedules.trigger(name) is not None
 
 
@@ -144,7 +150,7 @@ def end(asked: Asked) -> dict[str, object]:
 
 
 def change(does: Callable[[Schedules, str], bool], what: str, asked: Asked) -> dict[str, object]:
-    """Change the schedule of a name: pause, resume or trigger it."""
+    """Pause, resume, trigger or end a schedule."""
     name = asked.fields.needed("name")
     if not does(asked.with_registry.schedules, name):
         raise HTTPException(404, UNKNOWN)
@@ -152,20 +158,20 @@ def change(does: Callable[[Schedules, str], bool], what: str, asked: Asked) -> d
     return {"name": name, "done": what, "see": f"schedules/one?{asked.fields.address(token=None)}"}
 
 
-def _told(asked: Asked, found: Schedule) -> dict[str, object]:
-    """Return a schedule without arguments that may not be shown."""
-    told = found.exported()
+def _shown(asked: Asked, found: Schedule) -> dict[str, object]:
+    """Return the content of a schedule, with masked or hidden arguments."""
+    content = found.exported()
     for name in ("args", "kwargs", "options"):
-        text = None if told[name] is None else str(told[name])
-        told[name] = asked.site.options.shown(found.task, text)
+        text = None if content[name] is None else str(content[name])
+        content[name] = asked.site.options.shown(found.task, text)
     late, last = (wall_clock.now() - found.next_at).total_seconds(), None
     if found.last is not None:
         due, came, fate = found.last
         last = {"due": due, "fate": fate, "late": max((came - due).total_seconds(), 0.0)}
     return {
-        **told,
+        **content,
         "is_readable": found.args is not None,
-        "written": [written(each) for each in told["when"]],
+        "written": [written(each) for each in content["when"]],
         "next_at": found.next_at,
         "late": late if late > MISSING else None,
         "last": last,

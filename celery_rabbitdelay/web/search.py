@@ -1,4 +1,4 @@
-"""Search the tracked tasks that wait, some at a time; count them; postpone all that match."""
+"""Search, count and postpone waiting tracked tasks, in batches."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.query import Known, Query, Span, filter_of, kinds_of
 from celery_rabbitdelay.web.states import Holds
 
-#: How many records one page of a search reads at most, where no index holds just the tasks that
-#: match; and how many together with the arguments.
+#: The most records that a page of a search reads if no index holds exactly the matching tasks; and
+#: the most records with arguments.
 MOST_READ, MOST_READ_WHOLE = 1_000, 500
 
-#: How many jobs, the newest ones, are counted beside a search.
+#: How many of the newest jobs are counted beside a search.
 COUNTED_JOBS: Final = 8
 
-#: Until when due tasks are counted beside a search: the value of the term, in milliseconds.
+#: The spans that due tasks are counted for beside a search: the term's value, and milliseconds.
 SOON: Final = {"<1h": 3_600_000, "<1d": 86_400_000, "<7d": 604_800_000}
 
-#: Returns when a task is to run, by its id and when it is due; None if it stays as it is.
+#: Returns a task's new due time from its id and its present due time; None for no change.
 Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
 
-#: How many tasks match and have a value, by the name of the term that looks for it.
+#: The counts of matching tasks per value, by the name of the term: task, queue, state and so on.
 Counts: TypeAlias = Mapping[str, Counter[str]]
 
 
@@ -42,9 +42,9 @@ class Found(NamedTuple):
 
     Attributes:
         tasks: The tasks, the next one first.
-        next: When the last task before the next page is due, in milliseconds since 1970-01-01 UTC,
-            and its id; None if this is the last page. With it, a page may have fewer tasks than
-            asked for, or none: as many were read for it as are read at once.
+        next: The task that the next page follows: its due time, in milliseconds since 1970-01-01
+            UTC, and its id. None on the last page. A page with ``next`` may have fewer tasks than
+            wanted, or none, because a page reads a limited number of records.
     """
 
     tasks: list[Pending]
@@ -60,15 +60,15 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Search:
-    """A search for tracked tasks that wait.
+    """A search for waiting tracked tasks.
 
     Attributes:
         delays: The application's delays.
-        query: What was asked for.
-        known: What it is compared with.
-        filter: Which tasks match.
-        ids: The ids of the only tasks that may match; None if there may be others.
-        summary: How many tasks wait, by their kinds.
+        query: The terms.
+        known: The context of the terms.
+        filter: Selects the matching tasks.
+        ids: The ids of the only candidates; None for any task.
+        summary: The counts of waiting tasks by kind.
     """
 
     delays: RabbitDelay
@@ -80,14 +80,14 @@ class Search:
 
     @classmethod
     def of(cls, asked: Asked, now: datetime | None = None) -> Self:
-        """Read the search of a request.
+        """Parse the search of a request.
 
         Args:
             asked: The request.
-            now: The instant that it was asked at first.
+            now: The present; an action that was confirmed before passes the instant of its count.
 
         Raises:
-            HTTPException: It cannot be read, or there is no registry.
+            HTTPException: The search is invalid, or there is no registry.
         """
         delays, query = asked.with_registry, Query.of(asked.fields.get("q", ""))
         registry = delays.registry
@@ -101,28 +101,28 @@ class Search:
         wanted = filter_of(query, known)
         ids = query.texts("id") or None
         if len(query.terms) == 1 and (words := query.texts("")) and record_of(registry, words[0]):
-            ids = words  # somebody has pasted it
+            ids = words  # a pasted id
         if ids is None and wanted.key is not None:
             ids = registry.waiting_under(wanted.key)
         return cls(delays, query, known, wanted, ids, summary)
 
     @property
     def needs_records(self) -> bool:
-        """Whether records are read to find what matches, or to count it by task and so on."""
+        """Whether records have to be read to find the matching tasks, or to count them by value."""
         return self.ids is not None or self.filter.needs_records or self.filter.job is not None
 
     @property
     def cancelled(self) -> int:
-        """How many tasks of the kinds that it is about are cancelled and not due yet."""
+        """How many tasks of the search's kinds are cancelled and not due yet."""
         kinds = kinds_of(self.query, self.known)
         return sum(each.cancelled for each in self.summary.kinds if each.kind in kinds)
 
     def found(self, after: tuple[int, str] | None, most: int) -> Found:
-        """Return tasks that match, the next one first, without reading all of them.
+        """Return one page of the matching tasks, in the order of their due times.
 
         Args:
-            after: Behind which task to begin: when it is due, and its id; None: at the first one.
-            most: At most so many.
+            after: The due time and the id of the task before the page; None for the first page.
+            most: The most tasks of the page.
 
         Raises:
             RegistryUnavailable: Redis does not answer.
@@ -140,7 +140,7 @@ class Search:
         return Found(tasks, last if read >= most_read else None)
 
     def counted(self) -> tuple[Found | None, int, bool]:
-        """Return what was read to count the tasks that match; how many; and if there may be more.
+        """Count the matching tasks: return the records read, the count, and if there may be more.
 
         Raises:
             RegistryUnavailable: Redis does not answer.
@@ -151,7 +151,7 @@ class Search:
         return found, len(found.tasks), found.next is not None
 
     def counts(self, found: Found | None) -> Counts:
-        """Return how many tasks match and have a value: of those that were read, or of all."""
+        """Count the matching tasks by value: the tasks in ``found`` or, if None, all."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         holds, now_ms = self.known.holds, milliseconds_of(self.known.holds.now)
         for task in () if found is None else found.tasks:
@@ -191,32 +191,33 @@ class Search:
     def _number(
         self, kind: KindCounts, whole: Span, start: int | None = None, end: int | None = None
     ) -> int:
-        """Return how many tasks of a kind are due in a part of a span."""
+        """Return how many tasks of a kind are due in a part of a span of time."""
         start, end = whole.cut(start, end)
         last = kind.total if end is None else kind.before[end]
         return max(last - (0 if start is None else kind.before[start]), 0)
 
 
 def arguments(options: Options, task: str, message: str) -> str | None:
-    """Return the arguments of a task as far as they may be shown, by its stored message."""
-    said = Said.by(message)
-    given = [each for each in (said.args, said.kwargs) if each not in ("()", "{}")]
+    """Return the masked arguments in a task's stored message; None if there are none."""
+    headers = Said.by(message)
+    given = [each for each in (headers.args, headers.kwargs) if each not in ("()", "{}")]
     return " ".join(filter(None, (options.shown(task, each) for each in given))) or None
 
 
 def postpone_batches(delays: RabbitDelay, wanted: Filter, until: Until) -> Iterator[int]:
-    """Let all tasks that match run at another time; yield how many after each batch.
+    """Postpone all matching tasks, and yield the number of postponed tasks per batch.
 
-    If a batch fails partway, the number of its decided tasks is yielded before the error is raised.
+    If a batch fails partway, its number is yielded before the error is raised.
 
     Args:
         delays: The application's delays.
-        wanted: Which tasks.
-        until: When they run. A task that has moved in the order meanwhile may come up twice.
+        wanted: Selects the tasks.
+        until: Returns a task's new due time. A task that has moved to a later place may come up
+            twice.
 
     Raises:
-        InvalidDelay: A task would wait for too long.
-        NotTracked: A task is to run earlier, and its message is not known.
+        InvalidDelay: The new delay is too long.
+        NotTracked: The new time is earlier, and the task's message is unknown.
         RegistryUnavailable: Redis does not answer.
     """
     for part in delays.registry.index.parts(wanted):
@@ -227,33 +228,33 @@ def postpone_batches(delays: RabbitDelay, wanted: Filter, until: Until) -> Itera
                     outcome = delays.postpone(each.task_id, eta=eta, also_future=False)
                     done += outcome is Outcome.DONE
         except Exception:
-            yield done  # before it says why the rest of the batch was not decided
+            yield done
             raise
         yield done
 
 
 def all_at(instant: datetime) -> Until:
-    """Return what lets all tasks run at one instant."""
+    """Return the function that postpones all tasks to one instant."""
     instant = instant_of(milliseconds_of(instant))
     return lambda _, due: None if due == instant else instant
 
 
 def at_once() -> Until:
-    """Return what lets all tasks run now; one that has moved since does not move again."""
+    """Return the function that makes all tasks due now; a task moves only once."""
     now = instant_of(wall_clock.ms())
     return lambda _, due: None if now <= due <= wall_clock.now() else now
 
 
 def each_by(delay: timedelta) -> Until:
-    """Return what lets each task run that much later than it is due, or than now if it is late.
+    """Return the function that postpones tasks by a delay, counted from now for late tasks.
 
-    A task that has moved comes up again at its new place in the order, and stays there.
+    A task that comes up again at its new place in the order does not move again.
     """
     moved = dict[str, datetime]()
 
     def until(task_id: str, due: datetime) -> datetime | None:
         while (passed := next(iter(moved), None)) is not None and moved[passed] < due:
-            del moved[passed]  # in the order of due times, it does not come up again
+            del moved[passed]  # the order has passed its new place: it cannot come up again
         if task_id in moved:
             return None
         return moved.setdefault(task_id, max(due, wall_clock.now()) + delay)

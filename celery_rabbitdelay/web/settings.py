@@ -1,4 +1,4 @@
-"""The setting of the page."""
+"""The setting of the web page."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _WEB: Final = SettingType(
 
 @dataclass(frozen=True, repr=False)
 class WebSettings(SettingsGroup):
-    """The setting of the page."""
+    """The setting of the web page."""
 
-    #: Arguments of :func:`celery_rabbitdelay.web.application`, the page that shows what waits: who
-    #: may see it and act, and what it shows. None: only this machine may see it, and nobody act.
+    #: The options of the web page (:func:`celery_rabbitdelay.web.application`): its users, their
+    #: roles, and what it shows. None: the page is read-only, and only for this machine.
     web: Annotated[Mapping[str, Any] | None, _WEB] = None

@@ -1,4 +1,4 @@
-"""Texts that anybody may have written, and instants, as pages and JSON show them."""
+"""Format untrusted texts, instants and lengths of time for pages and JSON."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from urllib.parse import quote
 
 from celery_rabbitdelay.levels import wall_clock
 
-#: Characters of a text on a page, and in JSON; longer ones are cut.
+#: The most characters of a text on a page, and in JSON; longer texts are cut.
 MOST_SHOWN, MOST_TOLD = 200, 10_000
 
-#: Characters of an id in an address; browsers and servers take some thousands.
+#: The most characters of an id in an address; browsers and servers accept some thousands.
 MOST_IN_ADDRESS: Final = 1_000
 
 
 def printable(value: object, most: int = MOST_SHOWN) -> str:
-    """Return a text in which nothing is hidden and nothing turns the direction of what follows.
+    """Escape unprintable characters, so that a text cannot hide or reorder what a reader sees.
 
-    Control and format characters, among them those of bidirectional text, and halves of surrogate
-    pairs stand as escapes.
+    These are control and format characters, including bidirectional controls, and lone surrogates.
 
     Args:
         value: The text.
-        most: How many characters of it.
+        most: The most characters to keep.
     """
     text = str(value)
     shown = "".join(
@@ -36,17 +35,17 @@ def printable(value: object, most: int = MOST_SHOWN) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a part of an address, also half of a surrogate pair."""
+    """Quote a text for an address, including lone surrogates."""
     return quote(text, safe="", errors="surrogatepass")
 
 
 def local(instant: datetime, zone: tzinfo) -> str:
-    """Return an instant in a time zone, to the second."""
+    """Format an instant in a time zone, to the second."""
     return instant.astimezone(zone).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def left(instant: datetime) -> str:
-    """Return how long it is until an instant, or since then, in its two largest units, or now."""
+    """Format the time until or since an instant: ``in 2 h 5 min``, ``3 s ago``, ``now``."""
     seconds = round((instant - wall_clock.now()).total_seconds())
     if not seconds:
         return "now"
@@ -54,7 +53,7 @@ def left(instant: datetime) -> str:
 
 
 def brief(seconds: float) -> str:
-    """Return a length of time in its two largest units, without the second one if that is 0."""
+    """Format a length of time in its two largest units, without a zero: ``2 h 5 min``, ``3 d``."""
     rest, words = round(seconds), list[str]()
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
         number, rest = divmod(rest, length)
@@ -64,14 +63,14 @@ def brief(seconds: float) -> str:
 
 
 def fullness(messages: int) -> int:
-    """Return how full a digit looks, from 0 (empty) to 9 (a hundred million or more)."""
+    """Return the shade of a digit's cell, from 0 (empty) to 9 (a hundred million or more)."""
     return min(len(str(messages)), 9) if messages else 0
 
 
 def plain(value: object) -> object:
-    """Return a value in values of JSON.
+    """Convert a value for JSON.
 
-    Instants are written as in ISO 8601, lengths of time in seconds, named tuples as objects.
+    Instants become ISO 8601 texts, lengths of time seconds, named tuples objects.
     """
     match value:
         case str():
@@ -95,5 +94,5 @@ def plain(value: object) -> object:
 
 
 def quoted_path(path: str) -> str:
-    """Return a path as it stands in an address, never as the name of another server."""
+    """Quote a path for an address; ``//`` cannot name another server."""
     return quote(path, errors="surrogatepass").replace("//", "/%2F")

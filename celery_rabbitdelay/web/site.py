@@ -1,4 +1,4 @@
-"""What all requests share: the options, cached readings of the servers, and long actions."""
+"""The state that all requests share: options, cached readings of the servers, long actions."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: Seconds for connecting to the broker, and for each of its answers.
+#: The timeouts for connecting to the broker, and for its answers, in seconds.
 CONNECT_TIMEOUT, ANSWER_TIMEOUT = 2.0, 5.0
 
-#: Seconds from one look to the next: at the queues, and at the workers.
+#: Seconds between two readings of the queues, and of the workers.
 STATUS_PERIOD, WORKERS_PERIOD = 2.0, 10.0
 
 #: Seconds to wait for the workers' answers.
 WORKERS_TIMEOUT: Final = 1.0
 
-#: How many long actions run at a time; further ones are refused.
+#: The most long actions that run at a time; further actions are refused.
 MOST_AT_ONCE: Final = 4
 
-#: How many of those that have ended are remembered.
+#: How many ended actions are remembered.
 REMEMBERED: Final = 100
 
 
@@ -50,11 +50,11 @@ Answer: TypeAlias = Mapping[str, Any]
 
 
 class Glance(NamedTuple):
-    """One look at the queues.
+    """One reading of the queues.
 
     Attributes:
-        status: The look.
-        rates: What has changed a second since the look before; empty for the first one. See
+        status: The counts of the queues.
+        rates: The changes per second since the reading before, by queue; empty at first. See
             :func:`.rates_between`.
     """
 
@@ -63,18 +63,18 @@ class Glance(NamedTuple):
 
 
 class Site:
-    """What all requests to the page share.
+    """The state that all requests share.
 
     Args:
         app: The application.
-        given: Options that override those of its setting.
+        given: Options that override the setting ``rabbitdelay_web``.
 
     Attributes:
         app: The application.
-        delays: Its delays.
+        delays: The application's delays.
         options: The options of the page.
         works: The long actions.
-        queues_broker: Asks the broker about the queues.
+        queues_broker: The connection that reads the queues.
 
     Raises:
         InvalidSetting: An option is unknown or wrong.
@@ -92,7 +92,7 @@ class Site:
         self.delays = delays
         self.options = Options.of(delays.settings_of(WebSettings).web or {}, given)
         self.works = Works()
-        # Each has a connection of its own: the workers' answers are waited for.
+        # Two connections, because reading the workers blocks one while it waits for answers.
         self.queues_broker, self._workers = self._broker(), self._broker()
         self._readings: dict[str, Readings[Any]] = {}
         self._before: Status | None = None
@@ -102,30 +102,30 @@ class Site:
         return Broker(connection, ANSWER_TIMEOUT)
 
     def ask(self, question: Callable[[Connection], _T]) -> _T:
-        """Ask the application's broker over a connection of its own; see :meth:`.Broker.ask`."""
+        """Ask the application's broker over a new connection; see :meth:`.Broker.ask`."""
         with closing(self._broker()) as broker:
             return broker.ask(question)
 
     def latest(
         self, name: str, look: Callable[[], _T], period: float, patience: float | None = None
     ) -> Reading[_T]:
-        """Return the latest reading of a name, which all requests share.
+        """Return the latest cached reading of a name; all requests share the cache.
 
         Args:
-            name: Its name.
-            look: Looks; the first one that is given under the name counts.
+            name: The name of the reading.
+            look: Reads anew. The function of the first call for a name stays in use.
             period: As for :class:`.Readings`.
-            patience: Seconds for which this request waits at most; None: until the look has ended.
+            patience: The most seconds that this request waits for a new reading; None for no limit.
         """
         return self._readings.setdefault(name, Readings(look, period)).latest(patience)
 
     def outdate(self, name: str) -> None:
-        """Have the next who ask for a reading look anew: an action has changed what it shows."""
+        """Expire a cached reading, because an action has changed its subject."""
         if name in self._readings:
             self._readings[name].outdate()
 
     def queues(self) -> Reading[Glance]:
-        """Return how many messages wait where."""
+        """Return the message counts of all queues."""
 
         def look() -> Glance:
             status = self.queues_broker.ask(lambda found: status_of(self.delays, found, timeout=0))
@@ -135,11 +135,11 @@ class Site:
         return self.latest("queues", look, STATUS_PERIOD)
 
     def workers(self) -> Reading[dict[str, Answer]]:
-        """Return what each worker answers, by its name."""
+        """Return the workers' answers, by worker."""
 
         def look() -> dict[str, Answer]:
             if self.delays.is_blocked():
-                raise OperationalError("they are asked by messages, and RabbitMQ blocks publishers")
+                raise OperationalError("RabbitMQ blocks publishers, also of control messages")
             return self._workers.ask(
                 lambda found: status_of_workers(self.app, found, WORKERS_TIMEOUT, about=True)
             )
@@ -148,11 +148,11 @@ class Site:
 
 
 class Verb(NamedTuple):
-    """How pages and the log name an action.
+    """The names of an action on the pages and in the log.
 
     Attributes:
         doing: While it runs: "cancelling".
-        done: Afterwards: "cancelled".
+        done: After its end: "cancelled".
     """
 
     doing: str
@@ -164,17 +164,17 @@ class Work:
     """A long action.
 
     Attributes:
-        user: Who has begun it.
-        verb: What it does.
-        about: To what: "all tracked tasks".
-        total: How many that are, as far as it is known.
+        user: The user who began it.
+        verb: Its names.
+        about: Its subject: "all tracked tasks".
+        total: How many tasks or messages it is expected to change.
         back: The path and the query of the page that it was begun on.
-        key: A random word that names it.
-        began: When it was begun.
+        key: A random word that identifies it.
+        began: When it began.
         stopping: Set to stop it after the current batch or message.
-        done: How many are done.
+        done: How many tasks or messages it has changed.
         state: ``running``, ``done``, ``stopped`` or ``failed``.
-        error: Why it has failed.
+        error: The error that ended it.
     """
 
     user: User
@@ -190,7 +190,7 @@ class Work:
     error: str | None = None
 
     def run(self, does: Does) -> None:
-        """Do it to its end, and log how it ended."""
+        """Run the action to its end, and log its outcome."""
         state = "failed"
         try:
             does(self)
@@ -200,31 +200,31 @@ class Work:
         except HTTPException as refused:
             self.error = refused.detail
         except Exception:
-            self.error = "an unexpected error, which is in the log"
-            logger.exception("The work %s has failed", self.key)
+            self.error = "an unexpected error; the server's log has the details"
+            logger.exception("rabbitdelay web: the action %s has failed", self.key)
         try:
-            what = f"{self.verb.done} {self.about} ({state}, of {self.total})"
-            log_action(self.user, what, self.done)
+            action = f"{self.verb.done} {self.about} ({state}, of {self.total})"
+            log_action(self.user, action, self.done)
         finally:
             self.state = state
 
     def shown(self) -> dict[str, object]:
-        """Return what a page shows."""
+        """Return the content for a page."""
         names = "key", "about", "began", "done", "total", "state", "error", "back"
-        what = self.verb.doing if self.state == "running" else self.verb.done
+        verb = self.verb.doing if self.state == "running" else self.verb.done
         shown = {name: getattr(self, name) for name in names}
-        return {"user": self.user.name, "what": what, **shown}
+        return {"user": self.user.name, "what": verb, **shown}
 
 
-#: Does what a work is about: counts in ``done``, and returns early if it is stopping.
+#: Performs a long action: counts in ``done``, and returns early if ``stopping`` is set.
 Does: TypeAlias = Callable[[Work], None]
 
 
 def in_batches(batches: Iterator[int]) -> Does:
-    """Return a function that works through batches, and can be stopped between two of them.
+    """Return a function that works through batches, and can be stopped between two batches.
 
     Args:
-        batches: Yields how many were done after each batch.
+        batches: Performs one batch at a time, and yields its size.
     """
 
     def does(work: Work) -> None:
@@ -237,7 +237,7 @@ def in_batches(batches: Iterator[int]) -> Does:
 
 
 class Works:
-    """The long actions of this process that run, or have ended lately; each has a thread."""
+    """The long actions of this process, running or ended lately. Each runs in its own thread."""
 
     def __init__(self) -> None:
         self._works: dict[str, Work] = {}
@@ -249,14 +249,14 @@ class Works:
         """Begin a long action.
 
         Raises:
-            HTTPException: Too many run already.
+            HTTPException: Too many actions are running.
         """
         work = Work(user, verb, about, total, back)
         with self._lock:
             ended = [key for key, each in self._works.items() if each.state != "running"]
             if len(self._works) - len(ended) >= MOST_AT_ONCE:
-                many = f"{MOST_AT_ONCE} actions run already; wait until one of them has ended"
-                raise HTTPException(503, many)
+                busy = f"{MOST_AT_ONCE} actions are running: wait until one of them has ended."
+                raise HTTPException(503, busy)
             for key in ended[: 1 - REMEMBERED]:
                 del self._works[key]
             self._works[work.key] = work
@@ -265,23 +265,23 @@ class Works:
         return work
 
     def get(self, key: str) -> Work | None:
-        """Return the action with a key."""
+        """Return the action with a key; None for an unknown key."""
         return self._works.get(key)
 
     def all(self) -> list[Work]:
-        """Return all of them, the last one first."""
+        """Return all actions, the newest first."""
         with self._lock:
             return list(self._works.values())[::-1]
 
 
-def log_action(user: User, what: str, number: int, about: object = None) -> None:
-    """Log what a user has done.
+def log_action(user: User, action: str, number: int, about: object = None) -> None:
+    """Log an action of a user.
 
     Args:
-        user: Who.
-        what: What was done, in the past.
-        number: To how many.
-        about: To which.
+        user: The user.
+        action: The action, in the past: "cancelled".
+        number: How many tasks, messages or other things it has changed.
+        about: Their names.
     """
     shown = "" if about is None else f" {about!r:.1000}"
-    logger.info("%r has %s: %d%s", user.name, what, number, shown)
+    logger.info("rabbitdelay web: %r has %s: %d%s", user.name, action, number, shown)

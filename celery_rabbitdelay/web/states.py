@@ -1,4 +1,4 @@
-"""What becomes of tracked tasks that are due: the one rule for all pages."""
+"""The states of waiting tasks (on time, held, overdue, job open): one rule for all pages."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from celery_rabbitdelay.registry.index import Kind, KindCounts, Pending
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.web.site import Site
 
-#: The states of a task that waits.
+#: The states of a waiting task. "waiting" means on time.
 STATES: Final = ("waiting", "held", "overdue", "job-open")
 
-#: For how long a task that is due is on its way to a worker; it counts as waiting.
+#: How long a due task may travel to a worker and still count as on time.
 ON_ITS_WAY: Final = timedelta(seconds=5)
 
-#: Seconds from one count of the kinds to the next, for pages that need no more.
+#: Seconds between two counts of the kinds.
 COUNTED_PERIOD: Final = 5.0
 
-#: How many due tasks of open jobs are read; of more, the counts of single kinds are estimated.
+#: The most due tasks of open jobs that are read; beyond, the counts per kind are estimated.
 MOST_OF_JOBS: Final = 1_000
 
 
 def state_of(due: datetime, now: datetime, *, is_paused: bool, is_job_open: bool) -> str:
-    """Return the state of a task that waits: one of :data:`STATES`."""
+    """Return the state of a waiting task: one of :data:`STATES`."""
     if due >= now - ON_ITS_WAY:
         return "waiting"
     if is_paused:
@@ -40,13 +40,13 @@ def state_of(due: datetime, now: datetime, *, is_paused: bool, is_job_open: bool
 
 
 class Due(NamedTuple):
-    """The tracked tasks that are due and have not arrived, without those on their way.
+    """Counts of the tracked tasks that are held or overdue.
 
     Attributes:
-        overdue: How many tasks of each kind should have arrived, and nothing holds them.
-        firsts: When the first of these was due, by the kind, as far as it is known.
-        paused: How many tasks of each kind each pause holds.
-        jobs: How many of each kind wait for the commit of each job, by its name.
+        overdue: The overdue tasks, by kind.
+        firsts: The earliest due time of the overdue tasks, by kind, where known.
+        paused: The held tasks, by pause and kind.
+        jobs: The tasks that wait for the commit of a job, by the job's name and by kind.
     """
 
     overdue: Counter[Kind]
@@ -56,24 +56,24 @@ class Due(NamedTuple):
 
     @property
     def job_open(self) -> Counter[Kind]:
-        """How many tasks of each kind wait for the commit of a job."""
+        """The tasks that wait for the commit of a job, by kind."""
         return sum(self.jobs.values(), Counter())
 
     @property
     def held(self) -> Counter[Kind]:
-        """How many tasks of each kind are held by a pause or an open job."""
+        """The tasks that a pause or an open job holds, by kind."""
         return sum(self.paused.values(), self.job_open)
 
 
 @dataclass(frozen=True)
 class Holds:
-    """What holds tasks back that are due.
+    """The pauses and open jobs that hold due tasks.
 
     Attributes:
-        now: When.
-        paused: What is paused.
-        of_jobs: The due tasks of open jobs; of many, some of them. Each with how many it stands
-            for.
+        now: The instant of this reading.
+        paused: The pauses.
+        of_jobs: The due tasks of open jobs, or a sample of them: every task with the number of
+            tasks that it represents.
     """
 
     now: datetime
@@ -82,7 +82,7 @@ class Holds:
 
     @classmethod
     def at(cls, delays: RabbitDelay, now: datetime) -> Self:
-        """Look what holds tasks back.
+        """Read the pauses and the open jobs.
 
         Raises:
             RegistryUnavailable: Redis does not answer.
@@ -94,31 +94,31 @@ class Holds:
 
     @property
     def late_ms(self) -> int:
-        """A task that waits is held or overdue if it was due before this instant."""
+        """A waiting task is held or overdue if it was due before this instant."""
         return milliseconds_of(self.now - ON_ITS_WAY)
 
     @cached_property
     def jobs(self) -> frozenset[str | None]:
-        """The names of the open jobs of which tasks are due."""
+        """The names of the open jobs with due tasks."""
         return frozenset(task.job for task, _ in self.of_jobs)
 
     def pause_of(self, kind: Kind) -> Paused | None:
-        """Return the pause that holds the tasks of a kind."""
+        """Return the pause that holds the tasks of a kind; None if there is none."""
         holding = (
             each for each in self.paused if kind.task == each.task or kind.queue == each.queue
         )
         return next(holding, None)
 
     def state(self, task: Pending) -> str:
-        """Return the state of a task that waits: one of :data:`STATES`."""
+        """Return the state of a waiting task: one of :data:`STATES`."""
         is_paused = self.pause_of(Kind(task.task, task.queue)) is not None
         return state_of(task.due, self.now, is_paused=is_paused, is_job_open=task.job in self.jobs)
 
     def due(self, kinds: Sequence[KindCounts]) -> Due:
-        """Return what is due, and is overdue or held.
+        """Count the held and the overdue tasks.
 
         Args:
-            kinds: The counts of all kinds, also before :attr:`late_ms`.
+            kinds: The counts of all kinds, including the counts before :attr:`late_ms`.
         """
         overdue, jobs = Counter[Kind](), defaultdict[str, Counter[Kind]](Counter)
         paused = {each: Counter[Kind]() for each in self.paused}
@@ -142,11 +142,11 @@ class Holds:
 
 
 class Counted(NamedTuple):
-    """The kinds of the tracked tasks that wait.
+    """The kinds of the waiting tracked tasks.
 
     Attributes:
-        holds: What holds those back that are due.
-        kinds: The kinds, with how many were due before :attr:`.Holds.late_ms`.
+        holds: The pauses and open jobs that hold due tasks.
+        kinds: The kinds, with their counts of tasks due before :attr:`.Holds.late_ms`.
     """
 
     holds: Holds
@@ -154,7 +154,7 @@ class Counted(NamedTuple):
 
 
 def counted(site: Site) -> Counted:
-    """Return the kinds of which tasks wait, counted once for all who ask.
+    """Return the cached kinds of the waiting tasks.
 
     Raises:
         RegistryUnavailable: Redis does not answer.
@@ -166,5 +166,5 @@ def counted(site: Site) -> Counted:
 
     found = site.latest("kinds", look, COUNTED_PERIOD)
     if found.value is None or found.error is not None:
-        raise RegistryUnavailable(found.error or "it has not answered yet")
+        raise RegistryUnavailable(found.error or "Redis has not answered yet")
     return found.value

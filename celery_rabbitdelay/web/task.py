@@ -1,4 +1,4 @@
-"""A task's page: its history as a line of time, and why it has not run."""
+"""A task's page: its timeline, and the reasons why it has not run."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from celery_rabbitdelay.web.site import STATUS_PERIOD, Site
 from celery_rabbitdelay.web.states import ON_ITS_WAY, state_of
 from celery_rabbitdelay.web.workers import unserved
 
-#: What is said of a task that does not wait.
+#: The explanation of a task that does not wait, by its state.
 ENDED: Final = {
-    TaskState.CANCELLED: "It was cancelled, and will not run.",
-    TaskState.ARRIVED: "It has arrived at a worker and may have run: the worker's log and the "
-    "result backend say how it ended.",
-    TaskState.NOTED: "It was postponed, but no message of it is known.",
-    TaskState.SUPERSEDED: "A newer task was sent under its key: this one will not run.",
+    TaskState.CANCELLED: "The task was cancelled and will not run.",
+    TaskState.ARRIVED: "The task has arrived at a worker and may have run. For its outcome, see "
+    "the worker's log and the result backend.",
+    TaskState.NOTED: "The task was postponed, but the registry does not know its message.",
+    TaskState.SUPERSEDED: "A newer task was sent under the same key. This task will not run.",
 }
 
 
 def story(asked: Asked) -> dict[str, object]:
-    """Return all that is known of one task."""
+    """Return all known facts about one task."""
     site, delays, task_id = asked.site, asked.with_registry, asked.fields.needed("id")
     glance, layout = site.queues(), delays.topology.layout
 
     def backlog() -> Backlog:
-        # The counts that all share; the page says so if there are none.
+        # The cached counts; without them, the page shows the broker's error.
         nothing = Backlog({}, {level.name: {} for level in layout.levels}, {}, ())
         return nothing if glance.value is None else glance.value.status.backlog
 
     found = known_task(delays.registry, task_id, layout, backlog)
-    told = {"task_id": task_id, "broker_error": glance.error}
+    about = {"task_id": task_id, "broker_error": glance.error}
     if found is None:
-        return {**told, "task": None, "state": None, "why_not_run": [], "history": []}
+        return {**about, "task": None, "state": None, "why_not_run": [], "history": []}
     record = record_of(delays.registry, task_id)
     first_due = None if record is None or record.due_ms is None else instant_of(record.due_ms)
     pauses = [
@@ -64,7 +64,7 @@ def story(asked: Asked) -> dict[str, object]:
     )
     known = asdict(replace(found, args=args, kwargs=kwargs))
     return {
-        **told,
+        **about,
         "task": {**known, "arguments_shown": site.options.shows_arguments},
         "state": state,
         "why_not_run": reasons(asked, found, pauses),
@@ -73,13 +73,14 @@ def story(asked: Asked) -> dict[str, object]:
 
 
 class Event(NamedTuple):
-    """Something that has happened to a task, happens now, or will happen.
+    """An event of a task's timeline: past, present or future.
 
     Attributes:
-        place: ``past``, ``here`` or ``ahead``.
-        at: When; None for now, and for what nobody knows.
-        words: What, without anything that others have written.
-        queues: In which queues, and how many messages each has; None if that is not known.
+        place: ``past``, ``here`` (now) or ``ahead``.
+        at: Its time; None for now, and if unknown.
+        words: The event; no untrusted text.
+        queues: The queues that the task is in or goes to, with their message counts; None for an
+            unknown count.
     """
 
     place: str
@@ -88,24 +89,24 @@ class Event(NamedTuple):
     queues: Mapping[str, int | None] = {}
 
 
-#: What happens now to a task that waits, by its state; and what will happen next.
+#: The present and the next event of a waiting task, by its state.
 HERE: Final = {
     "waiting": ("Waits in the levels", "A free worker runs it"),
     "held": ("Held: it is paused", "Returns to its queue when the pause ends"),
     "job-open": ("Held: its job is open", "Runs within ten minutes after the commit of its job"),
-    "overdue": ("Overdue: no worker has taken it", "A free worker runs it"),
+    "overdue": ("Overdue: no worker has received it", "A free worker runs it"),
 }
 
 
 def _history(
     task: KnownTask, first_due: datetime | None, state: str, once_due: str
 ) -> Iterator[Event]:
-    """Yield what is known of a task's way, in order.
+    """Yield the events of a task's timeline, in order.
 
     Args:
         task: The task.
-        first_due: When the first of its messages is due, or was.
-        state: Its state.
+        first_due: The due time of its first message.
+        state: The task's state.
         once_due: Its state once it is due, if nothing changes.
     """
     now, queue = wall_clock.now(), {task.queue: None} if task.queue else {}
@@ -117,7 +118,7 @@ def _history(
     if task.postponed == task.due:
         yield Event("past", None, "Rescheduled")
     here, (_, following) = HERE[state][0], HERE[once_due]
-    # A held task is in one queue; where another one that is due is, its reasons say.
+    # Only a held task has one known queue; the reasons explain where an overdue task is.
     names = task.may_be_in if state == "waiting" else {"paused"} if state == "held" else {}
     where = {name: count for name, count in task.may_be_in.items() if name in names}
     instants = [(task.due, "Due", queue)]
@@ -131,12 +132,12 @@ def _history(
 
 
 class Reason(NamedTuple):
-    """A reason.
+    """A reason why a task has not run.
 
     Attributes:
-        words: The sentence, without anything that others have written.
-        page: The page where one sees to it; None if there is none.
-        fields: The query of its address.
+        words: The sentence; no untrusted text.
+        page: The page that shows details or a remedy; None if there is none.
+        fields: The query of that page's address.
     """
 
     words: str
@@ -145,7 +146,7 @@ class Reason(NamedTuple):
 
 
 def reasons(asked: Asked, task: KnownTask, pauses: Sequence[Paused]) -> list[Reason]:
-    """Return why a task has not run, as far as the registry and the broker know it.
+    """Return the reasons why a task has not run, known to the registry and the broker.
 
     Raises:
         RegistryUnavailable: Redis does not answer.
@@ -164,64 +165,63 @@ def reasons(asked: Asked, task: KnownTask, pauses: Sequence[Paused]) -> list[Rea
 
 
 def _held_back(site: Site, task: KnownTask, pauses: Sequence[Paused]) -> Iterator[Reason]:
-    """Yield what will hold it back, or does, when it is due."""
+    """Yield the reasons that hold a task, now or once it is due."""
     name = shown.quoted(task.job or "")
     if task.job_state == "open":
-        words = "Its job is open: no task of it runs before the job is committed."
+        words = "Its job is open: the task runs only after the job is committed."
         yield Reason(words, "jobs/one", f"name={name}")
     if task.job_state == "aborted":
-        yield Reason("Its job was aborted: it will not run.", "jobs/one", f"name={name}")
+        yield Reason("Its job was aborted: the task will not run.", "jobs/one", f"name={name}")
     for each in pauses:
-        whose = "of its name" if each.queue is None else "for its queue"
+        subject = "All tasks of this name have" if each.queue is None else "Its queue has"
         lasts = shown.brief((wall_clock.now() - each.since).total_seconds())
-        end = "until somebody resumes them"
-        if each.until is not None:
-            end = f"and resume {shown.left(each.until)}"
-        yield Reason(f"Tasks {whose} have been paused for {lasts}, {end}.", "pauses")
+        end = "has no end time" if each.until is None else f"ends {shown.left(each.until)}"
+        yield Reason(f"{subject} been paused for {lasts}; the pause {end}.", "pauses")
     if task.due is not None and task.due > wall_clock.now() and task.queue in unserved(site):
-        yield Reason("At present, no worker takes from its queue.", "workers")
+        yield Reason("No worker consumes its queue now.", "workers")
     if task.missing:
         yield Reason(
-            f"The broker lacks {len(task.missing):,} queues of the levels and modules.", "health"
+            f"Missing on the broker: {len(task.missing):,} queues of the levels and modules.",
+            "health",
         )
 
 
 def _waits_on(task: KnownTask, held: Counts | None) -> str:
-    """Return for what else a task may wait that is due."""
+    """Return another possible reason why a due task is not in its queue; empty for none."""
     if task.job:
-        return " If its job was open, it asks again within ten minutes after the commit."
+        return " If its job was open, the task returns within ten minutes after the commit."
     if held is not None and held.messages:
-        return f" If it was paused, it is one of {held.messages:,} tasks that are about to return."
+        return f" If it was paused, it is one of {held.messages:,} held tasks that return soon."
     return ""
 
 
 def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
-    """Yield why a task is not taken that is due and that nothing holds back."""
+    """Yield the reasons why no worker has received a task that is due and not held."""
     if task.queue is None:
-        yield Reason("It is due, and its exchange routes it: no worker has taken it yet.")
+        yield Reason("The task is due. Its exchange routes it, and no worker has received it yet.")
         return
     site, paused = asked.site, asked.site.delays.topology.module_queues.paused
     ask = partial(queue_counts, queues=[Queue(task.queue), paused])
     found = site.latest(f"queue {task.queue}", partial(site.ask, ask), STATUS_PERIOD).value
     if found is None:
-        return  # the page says that the broker cannot be asked
+        return  # the page shows the broker's error
     counts, held = found[task.queue], found[paused.name]
     if counts is None:
-        yield Reason("It is due, but its queue does not exist.", "health")
+        yield Reason("The task is due, but its queue does not exist.", "health")
     elif not counts.messages:
-        holder = "a worker holds it until it has a free process, or " if counts.consumers else ""
+        holder = "a worker has prefetched it, or " if counts.consumers else ""
         yield Reason(
-            f"It is due, and its queue is empty: {holder}its message was lost."
-            f"{_waits_on(task, held)} Run now sends another message; one of the two runs.",
+            f"The task is due, and its queue is empty: {holder}its message was lost."
+            f"{_waits_on(task, held)} Run now sends a new message; only one of the two runs.",
             "health",
         )
     elif not counts.consumers:
         yield Reason(
-            f"It is due, but no worker takes from its queue. Messages in it: {counts.messages:,}; "
-            "the option -Q of celery worker names the queues that it takes from."
+            "The task is due, but no worker consumes its queue, which has "
+            f"{counts.messages:,} messages. The option -Q of celery worker names a worker's queues."
         )
     else:
         yield Reason(
-            "It is due, and the workers of its queue are busy. Messages in it: "
+            "The task is due, and the workers of its queue are busy. Messages in the queue: "
             f"{counts.messages:,}."
         )

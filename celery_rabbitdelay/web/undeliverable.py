@@ -1,4 +1,4 @@
-"""The page Undeliverable: messages by reason, one message's story; redrive and purge."""
+"""The page Undeliverable: messages by reason, details of a message; redrive and purge."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from celery_rabbitdelay.web.charts import DAY
 from celery_rabbitdelay.web.deciding import begin, named
 from celery_rabbitdelay.web.site import Glance, Site, Verb, Work
 
-#: Seconds from one reading to the next, how many messages are read, and the bytes of a body that is
-#: kept.
+#: Seconds between two readings, the most messages that are read, and the largest body, in bytes,
+#: that is kept.
 PERIOD, MOST_READ, MOST_BODY = 30.0, 1_000, 16_384
 
-#: How many bytes of each body are shown and exported, as ``undeliverable list --full`` prints.
+#: The most bytes of a body that are shown and exported, as by ``undeliverable list --full``.
 SHOWN_BODY: Final = 2_000
 
-#: How many messages a page lists, and how many tasks and queues are proposed as filters.
+#: How many messages the page lists, and how many tasks and queues it offers as filters.
 LISTED, MOST = 100, 20
 
-#: Since which day messages are undeliverable: how many days ago it ended and began.
+#: The days on which messages became undeliverable: how many days ago the day ended and began.
 DAYS: Final = {"today": (None, 0), "yesterday": (0, 1), "earlier": (1, None)}
 
-#: Why a redrive or a purge ends that somebody has stopped.
+#: The reason that a redrive or a purge reports after a user has stopped it.
 STOPPED: Final = "stopped on the page"
 
-#: What can be done, and how the log and the pages name it.
+#: The actions, with their names in the log and on the pages.
 ACTIONS: Final = {"redrive": Verb("redriving", "redriven"), "purge": Verb("deleting", "deleted")}
 
-#: The headers that show a task's arguments.
+#: The headers with a task's arguments.
 ARGUMENTS: Final = frozenset({"argsrepr", "kwargsrepr"})
 
 #: The fields that choose messages.
@@ -51,13 +51,13 @@ FILTERS: Final = ("task", "queue", "id", "reason", "day", "older_than", "newer_t
 
 
 class Kept(NamedTuple):
-    """A message as it is kept between two readings.
+    """A cached message.
 
     Attributes:
         number: Its place in the queue, from 1.
-        name: Names it, also after another reading; copies of one message have the same.
-        message: The message, without a body that is too long.
-        body: What is shown of its body.
+        name: Its name, stable across readings; copies of one message share a name.
+        message: The message; a body over :data:`MOST_BODY` bytes is left out.
+        body: The displayed part of the body.
     """
 
     number: int
@@ -85,20 +85,20 @@ def _latest(site: Site, patience: float | None = None) -> Reading[list[Kept]]:
 
 
 def reasons(site: Site, glance: Glance) -> Counter[str]:
-    """Return why messages could not be delivered, as far as they were read; nobody waits for it."""
+    """Count the reasons of the undeliverable messages in the cache; a reading runs behind."""
     counts = glance.status.backlog.others.get("undeliverable")
     kept = _latest(site, patience=0).value if counts is not None and counts.messages else None
     return Counter(each.message.found.reason for each in kept or ())
 
 
 def _name(found: read.UndeliverableMessage) -> str:
-    """Return what names a message; the broker changes its own headers and its place."""
+    """Return a message's name: a hash without headers and place, which the broker changes."""
     parts = found.exchange, found.routing_key, found.found.task_id, sorted(found.properties.items())
     return hashlib.sha256(repr(parts).encode() + found.body).hexdigest()[:20]
 
 
 def undeliverable(asked: Asked) -> dict[str, object]:
-    """Return why messages could not be delivered, and the first ones of those that match."""
+    """Return the reasons of the undeliverable messages, and the first matching messages."""
     reading, wanted = _latest(asked.site), _filter(asked)
     kept = reading.value or []
     days = [(day, _of_day(asked, wanted, day)) for day in DAYS]
@@ -120,13 +120,13 @@ def undeliverable(asked: Asked) -> dict[str, object]:
 
 
 def _count(kept: list[Kept], wanted: read.UndeliverableFilter, name: str) -> dict[str, int]:
-    """Return the tasks, or the queues, of the messages that match, the most frequent ones first."""
+    """Count the matching messages by task or by queue, the most frequent first."""
     contents = (read.Contents.of(each.message) for each in kept if wanted.matches(each.message))
     return dict(Counter(each for one in contents for each in getattr(one, name)).most_common(MOST))
 
 
 def _listed(kept: Kept) -> dict[str, object]:
-    """Return what the list says of a message; of one without a task, where it came from."""
+    """Return a message's line in the list: its task, or its origin if it has none."""
     headers = kept.message.headers
     key, x_delay = headers.get(KEY), headers.get(X_DELAY)
     return {
@@ -167,17 +167,17 @@ def _record(asked: Asked, kept: Kept) -> dict[str, Any]:
 
 
 def confirm(asked: Asked) -> dict[str, object]:
-    """Return how many messages match, and what would become of them: a dry run."""
+    """Count the matching messages, and report the outcome of a dry run."""
     action = asked.fields.one_of("action", ACTIONS, "redrive")
     report = _remove(asked, action, _filter(asked).matches, dry_run=True)
     return {"action": action, "report": vars(report), "filter": asked.fields.filter(FILTERS)}
 
 
 def decide(asked: Asked) -> dict[str, object]:
-    """Begin to redrive or to delete the messages that match, at most as many as were counted."""
+    """Begin to redrive or delete the matching messages, at most as many as the dry run counted."""
     action = asked.fields.one_of("action", ACTIONS, "")
     count = asked.fields.number("count", 0, 10**9)
-    wanted, _ = _filter(asked), asked.duration("delay")  # what is wrong is said at once
+    wanted, _ = _filter(asked), asked.duration("delay")  # reject invalid fields before the start
 
     def does(work: Work) -> None:
         report = RemovalReport()
@@ -203,12 +203,12 @@ def decide(asked: Asked) -> dict[str, object]:
 
 
 def _remove(asked: Asked, action: str, matches: Matches, **options: Any) -> RemovalReport:
-    """Remove the messages that match, or only count them.
+    """Redrive or delete the matching messages, or only count them.
 
     Args:
         asked: The request.
-        action: What becomes of them: one of :data:`ACTIONS`.
-        matches: Returns whether a message is chosen; called for each that is read.
+        action: One of :data:`ACTIONS`.
+        matches: Returns whether a message matches; called for every message that is read.
         **options: ``dry_run``, ``limit`` and ``report``, as for :func:`.redrive`.
     """
     site = asked.site
@@ -237,7 +237,7 @@ def _filter(asked: Asked) -> read.UndeliverableFilter:
 
 
 def _of_day(asked: Asked, wanted: read.UndeliverableFilter, day: str) -> read.UndeliverableFilter:
-    """Return a filter with the age of messages that have been undeliverable since a day."""
+    """Return a filter for the messages that became undeliverable on a day."""
     now = wall_clock.now()
     today = now.astimezone(asked.site.app.timezone).replace(hour=0, minute=0, second=0)
     older, newer = (None if ago is None else now - (today - ago * DAY) for ago in DAYS[day])

@@ -1,4 +1,4 @@
-"""The page Waiting: a search for tracked tasks that wait, with counts."""
+"""The page Waiting: a search for waiting tracked tasks, with counts."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from celery_rabbitdelay.web.site import STATUS_PERIOD
 from celery_rabbitdelay.web.states import STATES, counted
 from celery_rabbitdelay.web.task import ENDED
 
-#: How many tasks a page has unless it says so, and at most.
+#: The default number of tasks on a page, and the most.
 PAGE, MOST = 50, 500
 
-#: How many tasks a person may have seen, page by page.
+#: The most tasks on all pages so far.
 MOST_SEEN: Final = 10**9
 
-#: How many values of a term are counted, the most frequent ones.
+#: How many values of a term are counted: the most frequent.
 COUNTED: Final = 8
 
-#: The terms that are counted beside the list, and the order of some values.
+#: The terms that are counted beside the list, and a fixed order of the values of some terms.
 FACETS: Final = ("state", "task", "queue", "due", "job")
 ORDERS: Final = {"state": ("overdue", "held", "job-open", "waiting"), "due": tuple(SOON)}
 
-#: How many jobs, the newest ones, are proposed.
+#: How many of the newest jobs are proposed as completions.
 COMPLETED: Final = 50
 
 
 def waiting(asked: Asked) -> dict[str, object]:
-    """Return the tracked tasks that wait and match, the next one first."""
+    """Return one page of the matching tasks, in the order of their due times."""
     fields, search = asked.fields, Search.of(asked)
     limit, after = fields.number("limit", PAGE, MOST), _place(asked)
     before = fields.number("so_far", 1, MOST_SEEN) if "so_far" in fields else 0
@@ -58,7 +58,7 @@ def waiting(asked: Asked) -> dict[str, object]:
         "so_far": so_far,
         "limit": limit,
         "next_address": place and following,
-        # So much was read in vain that the search goes on.
+        # The page has read its limit of records without finding enough tasks.
         "is_short": place is not None and len(found.tasks) < most,
         "searched_until": found.next and instant_of(found.next[0]),
         "facets": {} if count is None else dict(_facets(asked, search, search.counts(read))),
@@ -72,7 +72,7 @@ def waiting(asked: Asked) -> dict[str, object]:
 
 
 def rows(search: Search, tasks: Sequence[Pending]) -> list[dict[str, object]]:
-    """Return tasks with their states, and with their arguments as far as they may be shown."""
+    """Return tasks with their states and their masked arguments."""
     arguments, shown = search.known.arguments, []
     ids = [each.task_id for each in tasks]
     messages = search.delays.registry.index.short_messages(ids) if arguments else [""] * len(ids)
@@ -85,7 +85,7 @@ def rows(search: Search, tasks: Sequence[Pending]) -> list[dict[str, object]]:
 def _facets(
     asked: Asked, search: Search, counts: Counts
 ) -> Iterator[tuple[str, list[dict[str, object]]]]:
-    """Yield the values of terms that are counted, with the search that each leads to."""
+    """Yield the facets: the counted values of terms, with the addresses that filter by them."""
     query = search.query
     for name in FACETS:
         counted, chosen = counts[name], query.named(name)
@@ -108,7 +108,7 @@ def _facets(
 
 
 def _unlisted(search: Search) -> Iterator[dict[str, str]]:
-    """Yield what is known of the tasks that were looked for by their ids, and do not wait."""
+    """Yield the tasks that the search names by id and that no longer wait, with their states."""
     for task_id in (search.ids or ())[:COUNTED]:
         record = record_of(search.delays.registry, task_id)
         if record is not None and record.state in ENDED:
@@ -116,7 +116,7 @@ def _unlisted(search: Search) -> Iterator[dict[str, str]]:
 
 
 def complete(asked: Asked) -> dict[str, object]:
-    """Return what a search may become that somebody is typing."""
+    """Return the completions of the search that a user is typing."""
     registry = asked.with_registry.registry
 
     def look() -> dict[str, list[str]]:
@@ -136,10 +136,10 @@ def complete(asked: Asked) -> dict[str, object]:
 
 
 def _place(asked: Asked) -> tuple[int, str] | None:
-    """Return behind which task the page begins: when it is due, and its id."""
+    """Return the due time and the id of the task before the page; None for the first page."""
     if "after" not in asked.fields:
         return None
     due_ms, _, task_id = asked.fields.needed("after").partition(":")
     if not is_digits(due_ms, LATEST_MS):
-        raise Wrong("after", "takes what 'next' of the page before says")
+        raise Wrong("after", "takes the field 'next' of the page before")
     return int(due_ms), task_id

@@ -1,4 +1,4 @@
-"""The page Workers: what each one does, and what differs between them."""
+"""The page Workers: the workers' activity, and differences of their versions and settings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.site import Answer, Site
 from celery_rabbitdelay.web.states import counted
 
-#: Seconds from one look at the queues that tasks wait for to the next, and how many are looked at.
+#: Seconds between two checks for queues without a worker, and the most queues that are checked.
 UNSERVED_PERIOD, MOST_QUEUES = 10.0, 100
 
 _T = TypeVar("_T")
 
 
 def workers(asked: Asked) -> dict[str, object]:
-    """Return what each worker does, and the versions and settings that differ."""
+    """Return the workers' activity, and the versions and settings that differ."""
     reading = asked.site.workers()
     answers = dict(sorted((reading.value or {}).items()))
     return {
@@ -38,7 +38,7 @@ def workers(asked: Asked) -> dict[str, object]:
 
 
 def _worker(name: str, answer: Answer) -> dict[str, object]:
-    """Return what a worker answers; what earlier versions do not say is empty."""
+    """Return a worker's answer; fields that its version does not report are empty."""
     arrivals, about = answer.get(ARRIVALS) or {}, answer.get(ABOUT)
     at_work = about if isinstance(about, Mapping) else {}
     return {
@@ -61,12 +61,12 @@ def _worker(name: str, answer: Answer) -> dict[str, object]:
 
 
 def _of(value: object, kind: type[_T], otherwise: _T | None) -> Any:
-    """Return a value of a type; what a later version says otherwise counts as not said."""
+    """Return a value of a type; a value of another type, from a later version, counts as absent."""
     return value if isinstance(value, kind) else otherwise
 
 
 def unserved(site: Site) -> list[str]:
-    """Return the queues that tracked tasks wait for, and nobody takes from; none while unknown."""
+    """Return the queues that tracked tasks wait for and no worker consumes; empty if unknown."""
     if not site.delays.has_registry:
         return []
     return site.latest("unserved", partial(_unserved, site), UNSERVED_PERIOD).value or []
@@ -81,26 +81,26 @@ def _unserved(site: Site) -> list[str]:
 
 
 def _texts(answer: Answer, kind: str) -> dict[str, str]:
-    """Return the versions or the settings of a worker; of later versions, only what is a text."""
+    """Return the versions or the settings of a worker; values that are not texts are left out."""
     about = answer.get(ABOUT)
-    told = about.get(kind) if isinstance(about, Mapping) else None
-    if not isinstance(told, Mapping):
+    found = about.get(kind) if isinstance(about, Mapping) else None
+    if not isinstance(found, Mapping):
         return {}
-    return {str(name): value for name, value in told.items() if isinstance(value, str)}
+    return {str(name): value for name, value in found.items() if isinstance(value, str)}
 
 
-def differences(told: Mapping[str, Mapping[str, str]], kind: str) -> Iterator[dict[str, object]]:
-    """Yield each version or setting that is not the same in all workers, with who has which.
+def differences(reports: Mapping[str, Mapping[str, str]], kind: str) -> Iterator[dict[str, object]]:
+    """Yield the versions or settings that differ between workers, with the workers per value.
 
     Args:
-        told: What each worker says, by its name; workers that say nothing are left out.
-        kind: What it is: ``versions`` or ``settings``.
+        reports: The versions or settings of every worker; workers without any are left out.
+        kind: ``versions`` or ``settings``.
     """
-    for name in sorted({name for each in told.values() for name in each}):
+    for name in sorted({name for each in reports.values() for name in each}):
         by_value: dict[str | None, list[str]] = {}
-        for worker, said in told.items():
-            if said:
-                by_value.setdefault(said.get(name), []).append(worker)
+        for worker, report in reports.items():
+            if report:
+                by_value.setdefault(report.get(name), []).append(worker)
         if len(by_value) > 1:
             values = [{"value": value, "workers": names} for value, names in by_value.items()]
             yield {"kind": kind, "name": name, "values": values}

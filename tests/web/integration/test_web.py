@@ -147,7 +147,7 @@ def test_now_says_what_waits_by_task_and_queue_and_when_it_is_due(
     other = Browser(application(shop))
     told = other.json("/now")
     assert [told["tasks"][0][each] for each in ("waiting", "overdue", "held")] == [4, 1, 0]
-    cause = f"look; no worker takes from queue {queue}"
+    cause = f"look; no worker consumes queue {queue}"
     (overdue,) = [each for each in told["problems"] if each["page"] == "waiting"]
     assert (overdue["words"], overdue["about"]) == ("1 task overdue:", cause)
     shown = read(other.get("/now").text).text
@@ -250,7 +250,7 @@ def test_what_a_pause_or_an_open_job_holds_is_not_called_overdue(
         )
 
     waits = f"2 tasks held until job {job}"
-    overdue = f"1 task overdue: look; no worker takes from queue {queue}"
+    overdue = f"1 task overdue: look; no worker consumes queue {queue}"
     assert counts() == (1, 2, [overdue, waits])
     for name, value in (("queue", queue), ("task", "look")):
         delays.pause(**{name: value})
@@ -362,7 +362,7 @@ def test_beside_the_list_what_matches_is_counted_by_the_terms_that_narrow_it(
     assert browser.json("/waiting")["cancelled"] == before + 1
     told = browser.json("/waiting", q=cancelled)
     assert told["unlisted"] == [
-        {"task_id": cancelled, "words": "It was cancelled, and will not run."}
+        {"task_id": cancelled, "words": "The task was cancelled and will not run."}
     ]
 
 
@@ -515,22 +515,22 @@ def test_the_story_of_a_task_says_where_it_is_and_why_it_has_not_run(shop: Any) 
     assert "because it was postponed" in why_not(browser, task_id)[0]
     (_, _, _, first_due, due, _) = browser.json("/waiting/task", id=task_id)["history"]
     assert first_due["at"] < due["at"]
-    assert "no worker takes from its queue" in why_not(browser, task_id)[1]
+    assert "No worker consumes its queue" in why_not(browser, task_id)[1]
     delays.pause(task="look")
-    assert "have been paused" in why_not(browser, task_id)[1]
+    assert "have been paused for" in why_not(browser, task_id)[1]
     assert (
         "when the pause ends" in browser.json("/waiting/task", id=task_id)["history"][-1]["words"]
     )
     delays.resume(task="look")
     send(shop, key=key)
-    assert "newer task was sent under its key" in why_not(browser, task_id)[0]
+    assert "newer task was sent under the same key" in why_not(browser, task_id)[0]
     delays.open_job(job, expires=HOUR)
     (of_job,) = send(shop, job=job)
     assert "Its job is open" in why_not(browser, of_job)[1]
     delays.abort_job(job)
     assert "Its job was aborted" in why_not(browser, of_job)[1]
     delays.cancel(of_job)
-    assert why_not(browser, of_job) == ["It was cancelled, and will not run."]
+    assert why_not(browser, of_job) == ["The task was cancelled and will not run."]
     assert browser.json("/waiting/task", id="nobody's")["task"] is None
 
 
@@ -568,9 +568,9 @@ def test_an_action_does_what_it_says_for_each_task_and_is_logged(
         ):
             assert browser.post(f"/waiting/{action}", **fields).status_code == 200
     assert [each.getMessage() for each in caplog.records] == [
-        f"'local' has cancelled: 1 ['{cancelled}']",
-        f"'local' has postponed: 1 ['{later}']",
-        f"'local' has run now: 1 ['{soon}']",
+        f"rabbitdelay web: 'local' has cancelled: 1 ['{cancelled}']",
+        f"rabbitdelay web: 'local' has postponed: 1 ['{later}']",
+        f"rabbitdelay web: 'local' has run now: 1 ['{soon}']",
     ]
     assert shop.rabbitdelay.show(cancelled).state == "cancelled"
     assert shop.rabbitdelay.show(later).due == due + timedelta(hours=1)
@@ -598,7 +598,7 @@ def test_a_task_whose_message_was_lost_is_sent_again_by_run_now(
     wait_for(lambda: count(connection, queue) == 2, "the messages", PATIENCE)
     channel: Any = connection.default_channel
     channel.queue_purge(queue)
-    assert "Run now sends another message" in why_not(browser, lost)[0]
+    assert "Run now sends a new message" in why_not(browser, lost)[0]
     assert browser.post("/waiting/run-now", id=[lost]).status_code == 200
     wait_for(lambda: count(connection, queue) == 1, "the message", PATIENCE)
     sent_before = browser.json("/waiting/all", q=listed)["sent_before"]
@@ -706,7 +706,7 @@ def test_without_the_management_api_now_says_so_in_one_hint(shop: Any) -> None:
     browser = Browser(application(shop, management="http://guest:guest@127.0.0.1:1"))
     wait_for(lambda: browser.json("/now")["last_hour"]["sent_error"], "the error", PATIENCE)
     page = read(browser.get("/now").text).text
-    assert "How many were sent is not known here" in page
+    assert "The number of sent tasks is unknown" in page
     assert "refused" not in page
 
 
@@ -995,7 +995,7 @@ def test_signing_out_ends_the_session_in_all_processes_that_serve_the_page(shop:
 def test_the_command_refuses_to_serve_the_page_to_strangers(configuration: dict[str, Any]) -> None:
     told = run_command(configuration, "web --host :: --port 0")
     assert told.returncode == 2, told.stderr
-    assert "without users, the page is served on this machine alone" in told.stderr
+    assert "the page listens on this machine's loopback only" in told.stderr
 
 
 def test_the_command_hashes_a_password(configuration: dict[str, Any]) -> None:

@@ -203,11 +203,11 @@ def test_an_open_page_shows_that_the_broker_and_redis_are_away_and_comes_back(
         tab.run("window.isTheSamePage = true")
         private_rabbitmq.kill()
         try:
-            tab.see("The broker cannot be asked", "1 message in the levels")
+            tab.see("The broker cannot be reached", "1 message in the levels")
             assert "guest:" not in tab.text
         finally:
             private_rabbitmq.start()
-        tab.see_no("The broker cannot be asked")
+        tab.see_no("The broker cannot be reached")
 
         acting.go(f"/waiting/task?id={task_id}&refresh=off")
         sign_in(acting)
@@ -216,12 +216,12 @@ def test_an_open_page_shows_that_the_broker_and_redis_are_away_and_comes_back(
             client.save()
         redis.kill()
         try:
-            tab.see("Redis cannot be asked", "1 message in the levels")
+            tab.see("Redis cannot be reached", "1 message in the levels")
             acting.press("Cancel…")
-            acting.see("Redis cannot be asked")
+            acting.see("Redis cannot be reached")
         finally:
             redis.start()
-        tab.see_no("Redis cannot be asked")
+        tab.see_no("Redis cannot be reached")
         acting.go(f"/waiting/task?id={task_id}")
         acting.press("Cancel…")
         acting.press("Cancel 1 task")

@@ -316,20 +316,20 @@ def test_who_signs_in_and_who_fails_stands_in_the_log(
         Browser(web).sign_in("ada", "ada's word")
         Browser(web).sign_in("eve\nada has signed in", "guess of a word")
     assert [each.getMessage() for each in caplog.records] == [
-        "'ada' has signed in from 127.0.0.1",
-        "A wrong password for 'eve\\nada has signed in' from 127.0.0.1",
+        "rabbitdelay web: 'ada' has signed in from 127.0.0.1",
+        "rabbitdelay web: wrong password for 'eve\\nada has signed in' from 127.0.0.1",
     ]
 
 
 def test_a_wrong_option_says_what_it_takes_and_not_its_value(make: Make) -> None:
     costly = f"scrypt:9999999:8:1:{'A' * 22}==:{'A' * 43}="
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"user": {}}, "there are users, proxy_header"),
+        ({"user": {}}, "the options are users, proxy_header"),
         ({"users": {}}, "at least one user"),
         ({"users": {"ada": {"password": "secret word"}}}, "is not hashed"),
         ({"users": {"ada": {"password": costly}}}, "is not hashed"),
         ({"users": {"ada": {**USERS["ada"], "role": "admin"}}}, "takes one of viewer, operator"),
-        ({"users": USERS, "identify": print}, "takes one of users, proxy_header and identify"),
+        ({"users": USERS, "identify": print}, "only one of users, proxy_header and identify"),
         ({"proxies": ["10.0.0.1"]}, "need each other"),
         ({"proxy_header": "X-User", "proxies": ["here"]}, "takes addresses and networks"),
         ({"secret": "secret word"}, "at least 32 bytes"),

@@ -178,29 +178,29 @@ def test_what_servers_and_workers_say_is_known_without_the_management_api() -> N
         missing=("q.1", "q.2"),
     )
     (unreachable, *_) = words(Reading(error="refused"), Reading(error="refused"))
-    assert unreachable == ("danger", "The broker cannot be asked", "refused")
+    assert unreachable == ("danger", "The broker cannot be reached", "refused")
     assert words(look(backlog=lost)) == [
         ("danger", "2 queues are missing", "q.1"),
-        ("danger", "No worker serves distribution: tasks that are due stand still", ""),
+        ("danger", "No worker serves distribution: due tasks do not reach their queues", ""),
         ("warning", "1 message is undeliverable", ""),
     ]
     (_, _, undeliverable) = words(look(backlog=lost), reasons=("full", "lost", "lost"))
     assert undeliverable[1:] == ("1 message is undeliverable:", "lost and 1 more")
     ((_, blocked, _),) = words(look(is_blocked=True))
     assert blocked.startswith("RabbitMQ blocks publishers")
-    assert words(registry_error="away") == [("danger", "Redis cannot be asked", "away")]
+    assert words(registry_error="away") == [("danger", "Redis cannot be reached", "away")]
     nobody = [("danger", "No worker answers", "")]
     assert words(workers=Reading({}), unserved=("mail",)) == nobody
     assert words(unserved=("mail", "bulk")) == [
-        ("danger", "No worker takes from queue", "mail and 1 more")
+        ("danger", "No worker consumes queue", "mail and 1 more")
     ]
     assert words(workers=Reading(error="no reply")) == [
-        ("danger", "The workers cannot be asked", "no reply")
+        ("danger", "The workers cannot be reached", "no reply")
     ]
     probes = {"late": {"hours": 75.0, "days": 0.2}, "missing": {}}
     assert words(workers=Reading({"a": {PROBE: probes}, "b": {"error": "?"}})) == [
-        ("danger", "A probe is missing or late by 1 min 15 s", "hours"),
-        ("warning", "A worker cannot tell how it is", "b"),
+        ("danger", "A probe is missing or late by 1 min 15 s in level", "hours"),
+        ("warning", "A worker cannot report its state:", "b"),
     ]
 
 
@@ -214,7 +214,7 @@ def test_tasks_that_are_due_are_named_with_what_holds_them() -> None:
     due = Due(Counter({EXPORT: 2, MAIL: 1}), firsts, pauses, {"import 1": Counter({EXPORT: 4})})
     found = problems(look(), ONE_WORKER, None, due, None, ["mail"], Counter())
     assert [f"{each.words} {each.about}{each.rest}" for each in found] == [
-        "1 task overdue: mail.send; no worker takes from queue mail; the first was due 4 min ago",
+        "1 task overdue: mail.send; no worker consumes queue mail; the first was due 4 min ago",
         "2 tasks overdue: export; the first was due 3 min ago",
         "Paused, 1 task held: task mail.send (since 3 min ago)",
         "Paused, 0 tasks held: queue bulk (since 3 min ago, resumes in 57 min)",

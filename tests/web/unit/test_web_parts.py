@@ -112,7 +112,7 @@ def test_only_so_much_work_goes_on_at_a_time_and_it_stops_between_batches(
         raise OperationalError("redis://:secret@host is away")
 
     going = [works.begin(ADA, CANCEL, "x", 7, in_batches(batches())) for _ in range(MOST_AT_ONCE)]
-    with pytest.raises(HTTPException, match="actions run already"):
+    with pytest.raises(HTTPException, match="actions are running"):
         works.begin(ADA, CANCEL, "x", 1, in_batches(iter([1])))
     for each in going:
         assert each.shown()["what"] == "cancelling"
@@ -125,7 +125,7 @@ def test_only_so_much_work_goes_on_at_a_time_and_it_stops_between_batches(
     failed = until_ended(works.begin(ADA, CANCEL, "all", 5, in_batches(failing())))
     assert failed.shown()["what"] == "cancelled"
     assert (failed.done, failed.state, failed.error) == (2, "failed", "redis://:**@host is away")
-    assert caplog.messages == ["'ada' has cancelled all (failed, of 5): 2"]
+    assert caplog.messages == ["rabbitdelay web: 'ada' has cancelled all (failed, of 5): 2"]
     for _ in range(10):
         until_ended(works.begin(ADA, CANCEL, "x", 1, in_batches(iter([1]))))
     assert len(works.all()) <= 6
