@@ -3,9 +3,12 @@
 import ast
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+import click
 import yaml
 
 import celery_rabbitdelay
@@ -15,7 +18,10 @@ import celery_rabbitdelay.kombu
 import celery_rabbitdelay.testing
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.command.group import rabbitdelay
+from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.kombu import Topology
+from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.metrics.instruments import INSTRUMENTS
 from celery_rabbitdelay.metrics.settings import MetricsSettings
 
@@ -81,6 +87,62 @@ def test_the_page_of_the_api_has_every_public_name() -> None:
             assert f".. automodule:: {getattr(module, name).__name__}\n" in page
         told = re.findall(directive.format(re.escape(module.__name__)), page, re.MULTILINE)
         assert set(told) == public - modules
+
+
+def test_the_page_of_the_api_has_every_error_with_its_docstring() -> None:
+    # Sphinx takes the classes of the module that have a docstring, in the section on exceptions.
+    section = API.read_text().partition("\n## Exceptions\n")[2]
+    [options] = re.findall(r"automodule:: celery_rabbitdelay\.exceptions\n((?: +:.+\n)+)", section)
+    assert ":members:\n" in options
+    assert ":exclude-members:" not in options
+    module = ast.parse(inspect.getsource(celery_rabbitdelay.exceptions))
+    documented = {
+        node.name
+        for node in module.body
+        if isinstance(node, ast.ClassDef)
+        if ast.get_docstring(node)
+    }
+    errors = {
+        name
+        for name, each in vars(celery_rabbitdelay.exceptions).items()
+        if inspect.isclass(each) and issubclass(each, RabbitDelayError)
+    }
+    assert errors <= documented
+
+
+def commands_of(group: click.Group, name: str = "") -> Iterator[str]:
+    context = click.Context(group)
+    for each in group.list_commands(context):
+        command = group.get_command(context, each)
+        yield f"{name} {each}".strip()
+        if isinstance(command, click.Group):
+            yield from commands_of(command, f"{name} {each}".strip())
+
+
+def test_the_page_of_the_command_line_has_every_command() -> None:
+    page = (DOCS / "reference" / "command_line.md").read_text()
+    sections = {
+        name: text
+        for title, text in re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", page, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", title)
+    }
+    commands = list(commands_of(rabbitdelay))
+    assert {each for each in commands if " " not in each} == sections.keys()
+    for name, _, subcommand in (each.partition(" ") for each in commands):
+        assert re.search(rf"\b{subcommand}\b", sections[name]), f"{name} {subcommand}"
+
+
+def test_the_page_of_the_headers_has_every_header() -> None:
+    page = (DOCS / "reference" / "headers.md").read_text()
+    texts = [each for each in vars(headers).values() if isinstance(each, str)]
+    own = {each for each in texts if each.startswith(headers.OWN_PREFIX)} - {headers.OWN_PREFIX}
+    described = page.partition("\n## Reserved names\n")[0]
+    assert {each for each in own if f"`{each}`" not in described} == set()
+    patterns = re.findall(r"`([\w*-]+)`", page)
+    others = {*headers.BROKER_HEADERS, *headers.SENDER_SELECTED, headers.X_DELAY}
+    assert {
+        each for each in others if not any(fnmatchcase(each, pattern) for pattern in patterns)
+    } == set()
 
 
 def test_the_documentation_stays_short() -> None:
