@@ -1,4 +1,4 @@
-"""The public names for additions of your own; the page "Add your own" is the guide."""
+"""The API for additions of your own; the page "Add your own" is the guide."""
 
 from celery_rabbitdelay.app.additions import Entry, add
 from celery_rabbitdelay.app.seams import AddedToRows, AddedToSend, Addition, Send

@@ -1,9 +1,9 @@
 """Every error that celery_rabbitdelay raises.
 
-All of them are a :class:`RabbitDelayError`. Each also is the built-in or kombu error that callers
-already catch at that place: a wrong delay is a :class:`ValueError` or :class:`TypeError`; if the
-message cannot be sent as things are, it is a :class:`kombu.exceptions.OperationalError`, as
-``apply_async`` documents it.
+All are subclasses of :class:`RabbitDelayError`. Most are also subclasses of the built-in or kombu
+error that callers already catch there: an invalid delay is a :class:`ValueError` or
+:class:`TypeError`, and a failed send is a :class:`kombu.exceptions.OperationalError`, as
+``apply_async`` documents.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kombu.exceptions import OperationalError
 class RabbitDelayError(Exception):
     """Base class of all errors of celery_rabbitdelay.
 
-    An error is a dataclass: it is made with the values of its attributes.
+    An error is a dataclass: its arguments are the values of its attributes.
 
     Attributes:
         may_have_arrived: Whether the broker may have the message although it has not confirmed it:
-            it was written at least once, and neither refused nor returned. Then the task may run
-            although it is regarded as not sent, and sending it again may make a copy. If False, the
-            broker does not have it.
+            the message was written at least once, and neither refused nor returned. The task may
+            then run although the send failed, and another send may make a copy. If False, the
+            broker does not have the message.
     """
 
     may_have_arrived: bool = False
 
-    #: What the error says; its attributes are filled in.
+    #: The error's text, a format string with the attributes of ``self``.
     text: ClassVar = ""
 
     def __init_subclass__(cls) -> None:
@@ -38,14 +38,14 @@ class RabbitDelayError(Exception):
         dataclass(eq=False, repr=False)(cls)
 
     def __post_init__(self) -> None:
-        # What it is pickled with: errors pass between processes.
+        # Pickle passes these to the class: errors travel between processes.
         self.args = tuple(getattr(self, each.name) for each in fields(cast(Any, self)))
 
     def copy(self, may_have_arrived: bool) -> Self:
-        """Return the same error of another message.
+        """Return the same error for another message.
 
         Args:
-            may_have_arrived: Whether the broker may have that one.
+            may_have_arrived: Whether the broker may have the other message.
         """
         copied = type(self)(*self.args)
         copied.__cause__ = self.__cause__
@@ -60,9 +60,9 @@ class InvalidDelay(RabbitDelayError, ValueError):
     """The delay has no meaning as a length of time: not a number, infinite, or a naive datetime.
 
     Attributes:
-        value: The delay as it was given.
+        value: The delay, as the caller gave it.
         reason: What is wrong with it.
-        what: The name of the argument: "delay", "eta" or "tolerance".
+        what: The argument's name: "delay", "eta" or "tolerance".
     """
 
     value: object
@@ -80,7 +80,7 @@ class DelayTooLong(RabbitDelayError, ValueError):
     """The delay is above what one pass through the levels can express.
 
     Attributes:
-        delay_ms: The delay that was asked for, in milliseconds.
+        delay_ms: The requested delay, in milliseconds.
         capacity_ms: The largest delay of the layout, in milliseconds.
     """
 
@@ -91,7 +91,7 @@ class DelayTooLong(RabbitDelayError, ValueError):
         return (
             f"a delay of {self.delay_ms / 1000:,.3f} s is above the layout's capacity of "
             f"{self.capacity_ms / 1000:,.3f} s: choose a shorter delay, or a layout with more "
-            'levels; or add "check-in" to rabbitdelay_modules: it then waits in the overflow loop'
+            'levels; or add "check-in" to rabbitdelay_modules, which serves the overflow loop'
         )
 
 
@@ -113,8 +113,8 @@ class InvalidSetting(RabbitDelayError, ValueError):
 
     Attributes:
         key: The setting's name.
-        value: The value that was found.
-        takes: What the setting takes.
+        value: The value found.
+        takes: The values that the setting accepts.
     """
 
     key: str
@@ -125,7 +125,7 @@ class InvalidSetting(RabbitDelayError, ValueError):
 
 
 class InvalidSigningKey(RabbitDelayError, ValueError):
-    """A key for signatures is missing or too short. The error does not show it.
+    """A signing key is missing, too short or of the wrong type. The error does not show the key.
 
     Attributes:
         reason: What is wrong, and what to do.
@@ -133,15 +133,15 @@ class InvalidSigningKey(RabbitDelayError, ValueError):
 
     reason: str
 
-    text: ClassVar = "a signing key {self.reason}"
+    text: ClassVar = "invalid signing key: {self.reason}"
 
 
 class InvalidSchedule(RabbitDelayError, ValueError):
-    """A schedule says nothing that can be due, or nothing that can be sent.
+    """A schedule has an invalid rule, name or arguments.
 
     Attributes:
-        value: The rule, the name or the arguments that were given.
-        reason: Why it is refused.
+        value: The invalid rule, name or arguments.
+        reason: What is wrong with it.
     """
 
     value: object
@@ -155,24 +155,24 @@ class UnknownOption(RabbitDelayError, TypeError):
 
     Attributes:
         name: The option's name.
-        value: The value that was given.
+        value: The option's value.
         reason: What is wrong with it.
     """
 
     name: str
     value: object
-    reason: str = "this version does not know the option, leave it out"
+    reason: str = "unknown option, leave it out"
 
     text: ClassVar = "{self.name} = {self.value!r}: {self.reason}"
 
 
 class LayoutConflict(RabbitDelayError, OperationalError):
-    """Something else than these levels is declared on the broker under the same prefix.
+    """Other exchanges or queues are declared on the broker under the same prefix.
 
     Attributes:
-        prefix: The prefix that both claim.
-        reply: What the broker answered.
-        advice: In what the two may differ, and what to do about it.
+        prefix: The prefix that both topologies use.
+        reply: The broker's reply.
+        advice: How the two may differ, and what to do.
     """
 
     prefix: str
@@ -181,7 +181,7 @@ class LayoutConflict(RabbitDelayError, OperationalError):
 
     text: ClassVar = (
         "the broker holds other levels under the prefix {self.prefix!r}: {self.advice}. "
-        "The broker said: {self.reply}"
+        "The broker's reply: {self.reply}"
     )
 
 
@@ -190,7 +190,7 @@ class TopologyIncomplete(RabbitDelayError, OperationalError):
 
     Attributes:
         prefix: The prefix of the layout.
-        missing: The names of what is missing.
+        missing: The names of the missing exchanges and queues.
     """
 
     prefix: str
@@ -208,11 +208,11 @@ class TopologyIncomplete(RabbitDelayError, OperationalError):
 
 
 class TopologyNotEmpty(RabbitDelayError):
-    """Messages still wait in a topology that is to be deleted.
+    """A topology cannot be deleted, because messages still wait in it.
 
     Attributes:
-        prefix: Its prefix, with which all its names begin.
-        waiting: How many messages wait, by the name of their queue.
+        prefix: The topology's prefix.
+        waiting: The number of messages in each queue, by the queue's name.
     """
 
     prefix: str
@@ -222,20 +222,19 @@ class TopologyNotEmpty(RabbitDelayError):
         return (
             f"{sum(self.waiting.values())} messages still wait in {len(self.waiting)} queues under "
             f"the prefix {self.prefix!r}, for example in {next(iter(self.waiting))}: wait until "
-            "they are due and the queues of their tasks take them, or delete with force=True to "
-            "lose them"
+            "they have reached the queues of their tasks, or delete with force=True to lose them"
         )
 
 
 class TopologyInUse(RabbitDelayError):
-    """Queues of a topology that is to be deleted have consumers.
+    """A topology cannot be deleted, because its queues have consumers.
 
-    A worker may hold messages that it has received and not yet published; the broker does not say
-    how many. They are lost with their queue.
+    A worker may hold messages that it has received and not yet published. The broker does not
+    report their number, and they are lost with their queue.
 
     Attributes:
-        prefix: Its prefix, with which all its names begin.
-        consumers: How many consumers there are, by the name of their queue.
+        prefix: The topology's prefix.
+        consumers: The number of consumers of each queue, by the queue's name.
     """
 
     prefix: str
@@ -245,13 +244,13 @@ class TopologyInUse(RabbitDelayError):
         return (
             f"{sum(self.consumers.values())} consumers still take messages from "
             f"{', '.join(self.consumers)} under the prefix {self.prefix!r}: stop the workers, or "
-            "start them with --rabbitdelay-modules= meanwhile; delete with force=True loses what "
-            "they hold"
+            "start them with --rabbitdelay-modules= meanwhile; to delete with force=True loses the "
+            "messages that they hold"
         )
 
 
 class SameTopology(RabbitDelayError, ValueError):
-    """Messages are to be moved to the place where they are.
+    """Source and target of a migration are the same topology.
 
     Attributes:
         prefix: The prefix of both topologies.
@@ -269,11 +268,11 @@ class SameTopology(RabbitDelayError, ValueError):
 class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError):
     """The message needs distribution, which ``rabbitdelay_modules`` does not list.
 
-    Sending it again does not help. It is an :class:`~kombu.exceptions.OperationalError` because
-    callers and Celery itself expect that one when a task, or its callback, cannot be sent.
+    Another send does not help. The error is an :class:`~kombu.exceptions.OperationalError` because
+    callers and Celery itself expect one when a task, or its callback, cannot be sent.
 
     Attributes:
-        what: What the message asks for.
+        what: The message, by its exchange and routing key or by its priority.
     """
 
     what: str
@@ -287,14 +286,14 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
 
 
 class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
-    """The message is larger than what workers take from a module, or decompress.
+    """The message is larger than modules accept, or than workers decompress.
 
-    Nothing was sent, and sending it again does not help. It is an
-    :class:`~kombu.exceptions.OperationalError` because callers and Celery itself expect that one
-    when a task, or its callback, cannot be sent.
+    Nothing was sent, and another send does not help. The error is an
+    :class:`~kombu.exceptions.OperationalError` because callers and Celery itself expect one when a
+    task, or its callback, cannot be sent.
 
     Attributes:
-        size: The bytes of the message's body.
+        size: The size of the message's body, in bytes.
         bound: ``rabbitdelay_max_message_bytes``.
     """
 
@@ -310,15 +309,14 @@ class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
 
 
 class PublishError(RabbitDelayError, OperationalError):
-    """The broker did not take responsibility for a message; it must be regarded as not sent.
+    """The broker did not confirm a message; regard the message as not sent.
 
-    ``may_have_arrived`` says whether the broker may have the message all the same. It depends on
-    all attempts: an error that says that the broker refused the message may follow an attempt whose
-    connection was lost.
+    ``may_have_arrived`` tells whether the broker may have the message nevertheless. It covers all
+    attempts: the last one may have been refused, and an earlier one may have lost its connection.
 
     Attributes:
         exchange: The exchange that the message was published to.
-        routing_key: Its routing key.
+        routing_key: The message's routing key.
         reason: What went wrong.
     """
 
@@ -326,40 +324,43 @@ class PublishError(RabbitDelayError, OperationalError):
     routing_key: str
     reason: str
 
-    text: ClassVar = "{self.exchange!r} with key {self.routing_key!r}: {self.reason}"
+    text: ClassVar = (
+        "message to the exchange {self.exchange!r} with routing key {self.routing_key!r}: "
+        "{self.reason}"
+    )
 
 
 class MessageNacked(PublishError):
     """The broker nacked the message (``basic.nack``): a queue was full or its leader away.
 
-    It may take the same message later. The broker does not have it, unless an attempt before ended
-    with a lost connection.
+    The broker may accept the same message later. It does not have the message, unless an earlier
+    attempt ended with a lost connection.
     """
 
 
 class MessageRefused(PublishError):
-    """The broker closed the channel because of the message, and will do so each time.
+    """The broker closed the channel because of the message, and would do so again.
 
-    The message is larger than ``max_message_size``, has an invalid property, or the user may not
-    write to the exchange; the reason is the broker's. Sending the same message again does not help.
-    The broker does not have it, unless an attempt before ended with a lost connection.
+    The message is larger than ``max_message_size`` or has an invalid property, or the user may not
+    write to the exchange; ``reason`` is the broker's. Another send of the same message does not
+    help. The broker does not have it, unless an earlier attempt ended with a lost connection.
     """
 
 
 class MessageReturned(PublishError):
     """No queue takes the message (``basic.return``), or its exchange does not exist.
 
-    The broker does not have it, unless an attempt before ended with a lost connection.
+    The broker does not have the message, unless an earlier attempt ended with a lost connection.
     """
 
 
 class DeclarationRefused(PublishError):
-    """The broker refused to declare what the message needs; the reason is the broker's.
+    """The broker refused to declare what the message needs; ``reason`` is the broker's.
 
-    Usually the destination's queue exists with other arguments than the application gives it, the
-    user lacks the permission, or nobody has declared an exclusive queue. If the reason may pass,
-    because the node of a classic queue is down, the declaration is repeated like a lost connection.
-    The message was not written, unless an attempt before ended with a lost connection.
+    Usually the destination's queue exists with other arguments than the application's, the user
+    lacks the permission, or an exclusive queue is not declared. If the reason may pass, such as a
+    classic queue whose node is down, the declaration is retried as after a lost connection. The
+    message was not written, unless an earlier attempt ended with a lost connection.
     """
 
 
@@ -368,13 +369,13 @@ class MissingPermission(NamedTuple):
 
     Attributes:
         user: The user.
-        permission: ``configure``, ``write`` or ``read``. RabbitMQ 3.10 does not say which; if the
-            method needs several, they are all named: "configure or read".
+        permission: ``configure``, ``write`` or ``read``. RabbitMQ 3.10 does not say which, so all
+            that the method needs are named: "configure or read".
         kind: ``queue`` or ``exchange``.
         name: The name of the queue or exchange.
         virtual_host: The virtual host.
-        topic: The routing or binding key that a topic permission does not allow; None if no topic
-            permission is lacking.
+        topic: The routing or binding key that no topic permission allows; None for a permission
+            that is not a topic permission.
     """
 
     user: str
@@ -409,34 +410,35 @@ class PermissionMissing(RabbitDelayError, OperationalError):
 class PublishNotPermitted(PublishError, PermissionMissing):
     """The user lacks a permission that the message needs.
 
-    It is a :class:`MessageNotPermitted` or a :class:`DeclarationNotPermitted`. Nothing was sent,
-    unless an attempt before ended with a lost connection: nothing was written by this one.
+    It is a :class:`MessageNotPermitted` or a :class:`DeclarationNotPermitted`. The message was not
+    written, unless an earlier attempt ended with a lost connection.
     """
 
 
 class MessageNotPermitted(PublishNotPermitted, MessageRefused):
     """The user may not write to the exchange, or not with this routing key.
 
-    ``permission`` says which permission on which exchange the user lacks.
+    ``permission`` names the missing permission and the exchange.
     """
 
 
 class DeclarationNotPermitted(PublishNotPermitted, DeclarationRefused):
     """The user may not declare or bind what the message needs.
 
-    ``permission`` says which permission on which queue or exchange the user lacks.
+    ``permission`` names the missing permission and the queue or exchange.
     """
 
 
 class ConfirmTimeout(PublishError):
-    """The broker did not confirm in time; it may have the message, if this was written."""
+    """The broker did not confirm in time; it may have the message if that was written."""
 
 
 class ConnectionBlocked(PublishError):
     """The broker blocks publishers (memory or disk alarm) and did not unblock in time.
 
-    The broker says so only when it gets a message, and takes this one once the alarm is over, even
-    if the connection is closed by then. So it may have the message, if this was written.
+    The broker announces the block only when it receives a message. It accepts that message once
+    the alarm is over, even if the connection is closed by then. So the broker may have a message
+    that was written.
     """
 
 
@@ -444,7 +446,7 @@ class ConnectionLost(PublishError):
     """The connection could not be opened, was refused, or broke before the confirm.
 
     Raised after all permitted attempts, or at once if another attempt cannot help. The broker may
-    have the message, if this was written at one of them.
+    have the message if an attempt has written it.
     """
 
 
@@ -452,7 +454,7 @@ class NoPublisherFree(RabbitDelayError, OperationalError):
     """No publisher of the pool became free within the timeout; nothing was sent.
 
     Attributes:
-        limit: How many publishers the pool has.
+        limit: The number of publishers in the pool.
         timeout: The timeout, in seconds.
     """
 
@@ -476,10 +478,10 @@ class InvalidEnvelope(RabbitDelayError, ValueError):
 
 
 class UnprocessableMessage(RabbitDelayError):
-    """A module cannot process a message; it goes to ``undeliverable``.
+    """A module cannot process a message, which goes to ``undeliverable``.
 
     Attributes:
-        reason: Why, in words.
+        reason: What is wrong with the message.
     """
 
     reason: str
@@ -488,7 +490,7 @@ class UnprocessableMessage(RabbitDelayError):
 class LaterVersion(UnprocessableMessage):
     """Only a later version of this package can read a message.
 
-    A module puts it back into the levels, for a worker of that version.
+    A module puts the message back into the levels, for a worker of that version.
     """
 
 
@@ -496,7 +498,7 @@ class InvalidDestination(RabbitDelayError, ValueError):
     """Undeliverable messages cannot be redirected to this queue.
 
     Attributes:
-        queue: The queue's name, as it was given.
+        queue: The queue's name.
         reason: What is wrong with it, and what to do.
     """
 
@@ -510,13 +512,13 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
     """Some rows of a ``send_many`` were not confirmed; all others are.
 
     Attributes:
-        report: What was sent; see :class:`celery_rabbitdelay.Report`.
-        errors: The error of each row that was taken and not confirmed, by the row's number, from 0,
-            in the rows' order.
-        uncertain: The numbers of those of these rows that the broker may have all the same. It does
-            not have the others, so they can be sent again without making copies.
-        rest: The number of the first row that was not taken, None if all rows were. Unless the
-            iterable raised, this row was already yielded by the generator, but not sent.
+        report: The counts of the send, a :class:`celery_rabbitdelay.Report`.
+        errors: The errors of the rows that were taken and not confirmed, by row number from 0, in
+            the rows' order.
+        uncertain: The numbers of the rows in ``errors`` that the broker may have nevertheless. It
+            does not have the other rows, so sending those again makes no copies.
+        rest: The number of the first row that was not taken; None if all rows were taken. Unless
+            the iterable raised, the generator has already yielded this row, but it was not sent.
     """
 
     def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:
@@ -529,21 +531,21 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
         self.may_have_arrived = bool(self.uncertain)
 
     def __str__(self) -> str:
-        # Mostly they are all the same.
+        # Usually the first three have the same text.
         first = {str(error): row for row, error in reversed(list(self.errors.items())[:3])}
         shown = ", ".join(f"row {row}: {text}" for text, row in reversed(first.items()))
-        more = f"; those from row {self.rest} on were not taken" if self.rest is not None else ""
+        more = f"; rows from {self.rest} on were not taken" if self.rest is not None else ""
         return f"{len(self.errors)} rows were not confirmed ({shown}){more}"
 
 
 class TasksNotConfirmed(RabbitDelayError, OperationalError):
-    """Some tasks that were sent in a ``pipeline()``, or a group, were not confirmed; others are.
+    """Some tasks of a ``pipeline()`` or a group were not confirmed; all others are.
 
     Attributes:
-        errors: The error of each task that is not confirmed, by its id, in the order in which they
-            failed.
-        uncertain: The ids of the tasks that the broker may have nevertheless. It does not have the
-            other ones, so sending those again makes no copies.
+        errors: The errors of the tasks that were not confirmed, by task id, in the order of the
+            failures.
+        uncertain: The ids of the tasks in ``errors`` that the broker may have nevertheless. It does
+            not have the other tasks, so sending those again makes no copies.
     """
 
     def __init__(self, errors: Mapping[str, Exception]) -> None:
@@ -558,7 +560,7 @@ class TasksNotConfirmed(RabbitDelayError, OperationalError):
 
 
 class InvalidRow(RabbitDelayError, TypeError):
-    """Invalid row of ``send_many``.
+    """A row of ``send_many`` is invalid.
 
     Attributes:
         row: The row.
@@ -576,8 +578,8 @@ class InvalidOption(RabbitDelayError, ValueError):
 
     Attributes:
         name: The option's name.
-        value: Its value; None if it is missing, or secret.
-        takes: The values that are accepted.
+        value: Its value; None if it is missing or secret.
+        takes: The values that the option accepts.
     """
 
     name: str
@@ -608,11 +610,11 @@ class InvalidColumn(RabbitDelayError, TypeError):
 
 
 class ReadTooLong(RabbitDelayError, OperationalError):
-    """Reading the undeliverable messages took too long; the broker may have taken some back.
+    """Reading the undeliverable messages took too long; the broker may have requeued some.
 
     Attributes:
-        messages: How many messages were read.
-        seconds: How long they were held.
+        messages: The number of messages that were read.
+        seconds: The seconds for which they were held.
     """
 
     messages: int
@@ -620,16 +622,16 @@ class ReadTooLong(RabbitDelayError, OperationalError):
 
     text: ClassVar = (
         "{self.messages} undeliverable messages were read in {self.seconds:.0f} s, and the "
-        "broker may have taken them back (consumer_timeout); read fewer, with a limit"
+        "broker may have requeued them (consumer_timeout): read fewer, with a limit"
     )
 
 
 class AdditionMissing(RabbitDelayError, AttributeError):
-    """A setting, an option, a method or a command belongs to a part that is not installed.
+    """A setting, an option, a method or a command needs an addition that is not installed.
 
     Attributes:
-        what: What was needed, as ``module:name``.
-        addition: The part: the name of its folder in this package.
+        what: The missing object, as ``module:name``.
+        addition: The addition: the name of its folder in this package.
     """
 
     what: str
@@ -651,14 +653,14 @@ class RegistryRequired(RabbitDelayError, TypeError):
     what: str
 
     text: ClassVar = (
-        "{self.what} needs the registry: set rabbitdelay_registry_url to the URL of a Redis"
+        "{self.what} needs the registry: set rabbitdelay_registry_url to the URL of a Redis server"
     )
 
 
 class RegistryUnavailable(RabbitDelayError, OperationalError):
-    """Redis did not answer in time, or refused.
+    """Redis did not answer in time, or refused a command.
 
-    A send that raises it has published nothing.
+    A send that raises this error has published nothing.
 
     Attributes:
         reason: What went wrong.
@@ -670,10 +672,10 @@ class RegistryUnavailable(RabbitDelayError, OperationalError):
 
 
 class NotRecorded(RabbitDelayError, NotImplementedError):
-    """A test asks for something that ``celery_rabbitdelay.testing.recorded`` does not imitate.
+    """A test needs something that ``celery_rabbitdelay.testing.recorded`` does not imitate.
 
     Attributes:
-        what: What it asks for.
+        what: What the test needs.
     """
 
     what: str
@@ -685,7 +687,7 @@ class NotRecorded(RabbitDelayError, NotImplementedError):
 
 
 class NotTracked(RabbitDelayError, ValueError):
-    """A task is to run earlier, and its message is not in the registry, so it cannot be sent anew.
+    """A task cannot run earlier, because the registry does not have its message.
 
     Attributes:
         task_id: The task's id.
@@ -700,11 +702,11 @@ class NotTracked(RabbitDelayError, ValueError):
 
 
 class JobClosed(RabbitDelayError, ValueError):
-    """A job is not open, and takes no tasks and no decision that differs from its own.
+    """A job cannot be opened, committed or aborted, or take tasks, in its present state.
 
     Attributes:
         job: The job.
-        state: ``committed``, ``aborted``, ``open`` (it was to be opened), or ``unknown``.
+        state: ``committed``, ``aborted``, ``open`` (if opened again), or ``unknown``.
     """
 
     job: str
@@ -736,7 +738,7 @@ class ManagementUnavailable(RabbitDelayError, OperationalError):
     Attributes:
         url: Its URL, without user and password.
         reason: What went wrong.
-        status: The status of HTTP; None without an answer.
+        status: The HTTP status; None without an answer.
     """
 
     url: str
@@ -751,7 +753,7 @@ class ManagementUnavailable(RabbitDelayError, OperationalError):
 
 
 def _may_have_arrived(error: Exception) -> bool:
-    # Celery's own publishing does not say.
+    # Celery's own publishing raises OperationalError, whether or not the message was written.
     unknown = isinstance(error, OperationalError)
     return error.may_have_arrived if isinstance(error, RabbitDelayError) else unknown
 

@@ -1,6 +1,6 @@
-"""Why RabbitMQ refuses a method: other levels are declared, a permission is lacking, or a limit.
+"""Why RabbitMQ refuses a method: other arguments, a missing permission, or a limit.
 
-RabbitMQ checks a permission for each resource that a method touches
+RabbitMQ checks a permission for every resource that a method touches
 (https://www.rabbitmq.com/docs/access-control#authorisation). See :data:`.PASSIVE_PERMISSION`.
 """
 
@@ -17,7 +17,7 @@ from amqp.exceptions import AccessRefused, PreconditionFailed
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.topology import Topology
 
-#: What the broker says; see :data:`.UNNAMED_PERMISSION`.
+#: The broker's reply; see :data:`.UNNAMED_PERMISSION`.
 _REPLY: Final = re.compile(
     r"(?:(?P<permission>configure|write|read) )?access to (?P<kind>queue|exchange|topic) "
     r"'(?P<name>.*?)' (?:in exchange '(?P<exchange>.*?)' )?in vhost '(?P<vhost>.*?)' "
@@ -25,9 +25,9 @@ _REPLY: Final = re.compile(
     re.DOTALL,
 )
 
-#: What a method needs on a queue or an exchange, where the broker does not say it. For a new queue
-#: or exchange, it needs permission to read it and to write to its dead-letter or alternate
-#: exchange.
+#: The permission that a method needs on a queue or an exchange, for brokers that do not name it. To
+#: declare a new queue or exchange, a user also needs read permission on it and write permission on
+#: its dead-letter or alternate exchange.
 _NEEDED: Final[Mapping[tuple[tuple[int, int], str], str]] = {
     (spec.Exchange.Declare, "exchange"): "configure, read or write",
     (spec.Queue.Declare, "queue"): "configure or read",
@@ -47,44 +47,43 @@ _NEEDED: Final[Mapping[tuple[tuple[int, int], str], str]] = {
 
 
 def missing_permission(refused: BaseException) -> exceptions.MissingPermission | None:
-    """Return the permission for lack of which the broker has refused a method.
+    """Return the missing permission for which the broker has refused a method.
 
     Returns:
-        None if the broker has refused it for another reason, or its reply, of at most 255 bytes, is
-        cut off before the user's name.
+        None if the broker has refused the method for another reason, or if its reply, of at most
+        255 bytes, is cut off before the user's name.
     """
     if not isinstance(refused, AccessRefused):
         return None
     reply = str(refused.reply_text)
-    said = _REPLY.search(reply)
-    if said is None:
+    found = _REPLY.search(reply)
+    if found is None:
         return None
-    kind, is_topic = said["kind"], said["kind"] == "topic"
+    kind, is_topic = found["kind"], found["kind"] == "topic"
     method = refused.method_sig or (0, 0)
-    needed = said["permission"] or _NEEDED.get((method, kind), "configure, write or read")
+    needed = found["permission"] or _NEEDED.get((method, kind), "configure, write or read")
     return exceptions.MissingPermission(
-        user=said["user"],
+        user=found["user"],
         permission=needed,
         kind="exchange" if is_topic else kind,
-        name=said["exchange"] if is_topic else said["name"],
-        virtual_host=said["vhost"],
-        topic=said["name"] if is_topic else None,
+        name=found["exchange"] if is_topic else found["name"],
+        virtual_host=found["vhost"],
+        topic=found["name"] if is_topic else None,
     )
 
 
-#: What the broker says of its limits: of queues, exchanges, connections and channels, by virtual
+#: The broker's replies at its limits: of queues, exchanges, connections and channels, by virtual
 #: host, user, node and cluster.
 _LIMIT: Final = re.compile(r"\blimit .*is reached|has reached the maximum allowed .*\blimit")
 
-#: The way out.
 _RAISE_LIMIT: Final = (
-    "raise that limit with rabbitmqctl set_vhost_limits or set_user_limits, or in rabbitmq.conf; "
-    "the queues that exist are in order"
+    "raise this limit with rabbitmqctl set_vhost_limits or set_user_limits, or in rabbitmq.conf; "
+    "existing queues are not affected"
 )
 
 
 def reason_of(refused: BaseException) -> str:
-    """Return why the broker has refused a method, with the way out as far as it is known."""
+    """Return why the broker has refused a method, and what to do if that is known."""
     reason = str(missing_permission(refused) or refused) or repr(refused)
     return f"{reason}: {_RAISE_LIMIT}" if _LIMIT.search(reason) else reason
 
@@ -98,10 +97,10 @@ def error_of(
     """Return the error of a message for which the broker has refused a method.
 
     Args:
-        refused: What the broker said.
+        refused: The broker's error.
         address: The message's exchange and routing key.
         kind: The error's class.
-        not_permitted: Its class if a permission is lacking.
+        not_permitted: The error's class if a permission is missing.
     """
     permission = missing_permission(refused)
     if permission is not None:
@@ -111,7 +110,7 @@ def error_of(
 
 @contextmanager
 def permissions_named() -> Iterator[None]:
-    """Raise :class:`.PermissionMissing` where the broker refuses a method for a permission."""
+    """Raise :class:`.PermissionMissing` if the broker refuses a method for lack of a permission."""
     try:
         yield
     except AccessRefused as refused:
@@ -121,14 +120,14 @@ def permissions_named() -> Iterator[None]:
         raise exceptions.PermissionMissing(permission) from refused
 
 
-#: What RabbitMQ says if something exists with other arguments. It closes the channel with the same
-#: code for other reasons, such as a limit of the virtual host.
+#: RabbitMQ's reply if an entity exists with other arguments. The code alone does not tell: RabbitMQ
+#: closes the channel with the same one for other reasons, such as a limit of the virtual host.
 INEQUIVALENT: Final = "inequivalent arg"
 
 
 @contextmanager
 def conflict_explained(topology: Topology) -> Iterator[None]:
-    """Raise :class:`.LayoutConflict` where the broker has something with other arguments."""
+    """Raise :class:`.LayoutConflict` if an exchange or queue exists with other arguments."""
     try:
         yield
     except PreconditionFailed as conflict:
@@ -141,23 +140,22 @@ def conflict_with(topology: Topology, reply: str) -> exceptions.LayoutConflict:
     """Return the error for a refusal, with advice that fits it.
 
     Args:
-        topology: The topology that was to be declared.
-        reply: What the broker answered.
+        topology: The topology that could not be declared.
+        reply: The broker's reply.
     """
-    # The broker cuts its answer off, which may end within the name.
+    # The broker truncates its reply, perhaps within the name.
     named, guard = reply.partition("for exchange '")[2], f"{topology.identity.guard.name}'"
     if not named or named[: len(guard)] != guard[: len(named)]:
         advice = (
-            "somebody has declared an exchange or a queue with other arguments. Delete it once it "
-            "is empty, and declare the levels again; `celery rabbitdelay verify` lists all that "
-            "differ"
+            "an exchange or a queue exists with other arguments. Delete it once it is empty, and "
+            "declare the levels again; `celery rabbitdelay verify` lists all differences"
         )
         return exceptions.LayoutConflict(topology.prefix, reply, advice)
     advice = (
-        "the levels there have another rabbitdelay_layout, rabbitdelay_tick, "
-        "rabbitdelay_queue_type or rabbitdelay_shards, or are of another version, as the names "
-        "that follow say. Restore what they were declared with; or use another "
-        "rabbitdelay_prefix, and move what waits with `celery rabbitdelay migrate`; or delete "
-        "them once they are empty: `celery rabbitdelay delete`, or celery_rabbitdelay.kombu.delete"
+        "they were declared with another rabbitdelay_layout, rabbitdelay_tick, "
+        "rabbitdelay_queue_type or rabbitdelay_shards, or by another version; the names in the "
+        "reply show which. Restore the former settings; or use another rabbitdelay_prefix, and "
+        "move the waiting messages with `celery rabbitdelay migrate`; or delete the old levels "
+        "once they are empty: `celery rabbitdelay delete`, or celery_rabbitdelay.kombu.delete"
     )
     return exceptions.LayoutConflict(topology.prefix, reply, advice)

@@ -1,11 +1,11 @@
-"""Signatures: whoever holds the key has said where and when a message goes. Pure.
+"""Signatures of a message's destination and due time. Pure.
 
-The signature is an HMAC with SHA-256 (RFC 2104) over what distribution and workers believe of a
-message: :attr:`.DelayHeaders.signed`, the two ids in :data:`SIGNED_PROPERTIES`, for a task that the
-registry is asked about all that it is asked with, and for an envelope its body, because the
-messages in it may name destinations of their own. It does not cover the body and the user's headers
-of a single task. All that it covers stays as it is on the way through the levels, so it still
-verifies after years, and after the message was moved to others.
+The signature is an HMAC with SHA-256 (RFC 2104) over the parts of a message that distribution and
+workers trust: :attr:`.DelayHeaders.signed`; the two ids in :data:`SIGNED_PROPERTIES`; the headers
+that the registry uses, if the task has any; and the body of an envelope, because the messages in it
+may name destinations of their own. It does not cover the body and the user's headers of a single
+task. The signed parts do not change in the levels, so the signature still verifies after years, and
+after the message was moved to other levels.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from celery_rabbitdelay.exceptions import InvalidSigningKey
 from celery_rabbitdelay.levels.headers import ENVELOPES, REGISTRY, DelayHeaders, shortened
 from celery_rabbitdelay.publishing.message import WaitingMessage
 
-#: Minimum bytes of a key: as many as the hash has (https://www.rfc-editor.org/rfc/rfc2104#section-3).
+#: Minimum bytes of a key: as many as the hash (https://www.rfc-editor.org/rfc/rfc2104#section-3).
 MIN_KEY_BYTES: Final = 32
 
 #: The reason why a message without a valid signature is undeliverable.
 NOT_SIGNED: Final = "it has no valid signature: see rabbitdelay_signing_key"
 
-#: The version of what is signed and how; the beginning of each signature.
+#: The version of the signature's format, with which every signature begins.
 VERSION: Final = "1:"
 
-#: The properties that are signed behind :attr:`.DelayHeaders.signed`, all of them texts.
+#: The signed properties, which follow :attr:`.DelayHeaders.signed`; all are texts.
 SIGNED_PROPERTIES: Final = ("correlation_id", "message_id")
 
-#: Stands for a value that is missing.
+#: Stands for a missing value.
 _NOTHING: Final = "-"
 
-#: What the registry is asked with, in the order in which it is signed: its own headers, and those
-#: of Celery that name a task and its attempt.
+#: The headers that the registry uses, in the order of the signature: its own, and Celery's that
+#: name a task and its attempt.
 _ASKED_WITH: Final = (*sorted(REGISTRY), "id", "retries", "replaced_task_nesting")
 
 
@@ -46,7 +46,7 @@ class SigningKeys:
         keys: A key, or several. A text counts as its UTF-8 bytes.
 
     Raises:
-        InvalidSigningKey: There is none, or one has fewer than :data:`MIN_KEY_BYTES` bytes.
+        InvalidSigningKey: No key is given, or one has fewer than :data:`MIN_KEY_BYTES` bytes.
     """
 
     __slots__ = ("_keys",)
@@ -54,28 +54,28 @@ class SigningKeys:
     def __init__(self, keys: str | bytes | Sequence[str | bytes]) -> None:
         given = [keys] if isinstance(keys, str | bytes) else list(keys)
         if not given:
-            raise InvalidSigningKey("takes at least one key")
+            raise InvalidSigningKey("give at least one key")
         self._keys = tuple(map(_checked, given))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._keys)} hidden)"
 
     def sign(self, message: WaitingMessage) -> WaitingMessage:
-        """Return a message with its signature, which has to be the last change of it.
+        """Return a message with its signature; call this after all other changes of the message.
 
-        It has none if what is signed has a wrong type.
+        Without a signature if a signed part has a wrong type.
         """
         return message.saying(signature=self.signature(*message))
 
     def signature(
         self, body: bytes, properties: Mapping[str, object], headers: DelayHeaders
     ) -> str | None:
-        """Return the signature of a message; None if what is signed has a wrong type.
+        """Return the signature of a message; None if a signed part has a wrong type.
 
         Args:
-            body: Its body; only that of an envelope matters.
-            properties: Its AMQP message properties; those that are not signed do not matter.
-            headers: What its headers say.
+            body: The message's body, signed only for an envelope.
+            properties: The message's AMQP properties, of which some are signed.
+            headers: The message's headers.
         """
         signed = _signed(body, properties, headers)
         return None if signed is None else _signature(self._keys[0], signed)
@@ -83,15 +83,15 @@ class SigningKeys:
     def verifies(
         self, body: bytes, properties: Mapping[str, object], headers: DelayHeaders
     ) -> bool:
-        """Return whether a message has a valid signature; takes the same as :meth:`signature`.
+        """Return whether a message has a valid signature; never raises.
 
-        Anybody may have written the message: it never raises.
+        The arguments are those of :meth:`signature`.
         """
         signed = _signed(body, properties, headers)
         if headers.signature is None or signed is None:
             return False
         found = headers.signature.encode("utf-8", "surrogatepass")
-        # All keys, so that the time reveals nothing about them.
+        # Compare with all keys, so that the time reveals nothing about them.
         valid = [hmac.compare_digest(found, _signature(key, signed).encode()) for key in self._keys]
         return any(valid)
 
@@ -105,11 +105,11 @@ def _checked(key: object) -> bytes:
     if isinstance(key, str):
         key = key.encode("utf-8", "surrogatepass")
     if not isinstance(key, bytes):
-        raise InvalidSigningKey("takes texts or bytes")
+        raise InvalidSigningKey(f"must be text or bytes, not {type(key).__name__}")
     if len(key) < MIN_KEY_BYTES:
         raise InvalidSigningKey(
-            f"takes at least {MIN_KEY_BYTES} bytes, and one key has {len(key)}: "
-            "python -c 'import secrets; print(secrets.token_hex(32))' makes one"
+            f"it has {len(key)} bytes, and at least {MIN_KEY_BYTES} are needed. "
+            "Make a key with: python -c 'import secrets; print(secrets.token_hex(32))'"
         )
     return key
 
@@ -119,9 +119,9 @@ def _signature(key: bytes, signed: bytes) -> str:
 
 
 def _signed(body: bytes, properties: Mapping[str, object], headers: DelayHeaders) -> bytes | None:
-    """Return what is signed, in an order that is fixed; None if a property has a wrong type.
+    """Return the signed parts of a message in a fixed order; None if a property has a wrong type.
 
-    Each value stands behind its length, so that no two messages have the same parts.
+    Every value follows its length, so that no two messages have the same bytes.
     """
     named = [properties.get(name) for name in SIGNED_PROPERTIES]
     if not all(value is None or isinstance(value, str) for value in named):
@@ -130,8 +130,8 @@ def _signed(body: bytes, properties: Mapping[str, object], headers: DelayHeaders
         _NOTHING if value is None else _part(str(value)) for value in (*headers.signed, *named)
     ]
     if headers.registry:
-        said = {**headers.others, **headers.registry}
-        parts += [_named(name, said[name]) for name in _ASKED_WITH if name in said]
+        values = {**headers.others, **headers.registry}
+        parts += [_named(name, values[name]) for name in _ASKED_WITH if name in values]
     content_type = properties.get("content_type")
     if isinstance(content_type, str) and content_type.startswith(ENVELOPES):
         parts += (_part(content_type), sha256(body).hexdigest())
