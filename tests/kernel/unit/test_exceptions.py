@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import pytest
 
-import celery_rabbitdelay
 import celery_rabbitdelay.exceptions as errors
 
 LOST: Final = errors.ConnectionLost("x", "key", "cut")
@@ -46,8 +45,7 @@ def sample(name: str) -> Exception:
         *(
             lambda name=name: sample(name)
             for name in sorted(
-                (set(celery_rabbitdelay.__all__) & vars(errors).keys())
-                - {"RabbitDelayError", "RowsNotConfirmed", "TasksNotConfirmed"}
+                set(errors.__all__) - {"RabbitDelayError", "RowsNotConfirmed", "TasksNotConfirmed"}
             )
         ),
         lambda: errors.RowsNotConfirmed("report", {5: NACKED, 3: LOST}, 7),

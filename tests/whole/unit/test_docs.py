@@ -81,7 +81,7 @@ def test_the_page_of_the_api_has_every_public_name() -> None:
     directive = r"auto(?:class|function|exception):: {}\.([A-Za-z_]+)$"
     others = celery_rabbitdelay.kombu, celery_rabbitdelay.additions, celery_rabbitdelay.testing
     for module in (celery_rabbitdelay, *others):
-        public = set(module.__all__) - vars(celery_rabbitdelay.exceptions).keys() - {"__version__"}
+        public = set(module.__all__) - set(celery_rabbitdelay.exceptions.__all__) - {"__version__"}
         modules = {name for name in public if inspect.ismodule(getattr(module, name))}
         for name in modules:
             assert f".. automodule:: {getattr(module, name).__name__}\n" in page

@@ -33,6 +33,7 @@ def test_every_error_is_imported_from_the_package() -> None:
         for name, each in vars(exceptions).items()
         if inspect.isclass(each) and issubclass(each, RabbitDelayError)
     }
+    assert errors == set(exceptions.__all__)
     assert errors <= set(celery_rabbitdelay.__all__)
     for name in celery_rabbitdelay.__all__:
         assert hasattr(celery_rabbitdelay, name)
