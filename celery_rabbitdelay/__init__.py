@@ -66,7 +66,7 @@ _IMPORTED_ON_FIRST_USE: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs Celery on first use (PEP 562)."""
+    """Import a name that needs Celery, on first use (PEP 562)."""
     if name == "signals":
         return import_module("celery_rabbitdelay.app.signals")
     if name not in _IMPORTED_ON_FIRST_USE:

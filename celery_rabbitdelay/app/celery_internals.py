@@ -1,6 +1,6 @@
-"""The parts of Celery that are private or undocumented, each behind a function that says its use.
+"""Private and undocumented parts of Celery, each behind a function named for its use.
 
-When Celery moves one of them, tests/kernel/unit/test_upstream.py says which. The parts of a running
+When Celery moves one of them, tests/kernel/unit/test_upstream.py names it. The parts of a running
 worker are in :mod:`celery_rabbitdelay.worker.celery_internals`.
 """
 
@@ -43,7 +43,7 @@ def registered_task(app: celery.Celery, name: str) -> Any:
 
 @contextmanager
 def results_kept_in(app: celery.Celery, backend: Backend) -> Iterator[None]:
-    """Keep the application's results in another backend for the time of a block, in all threads.
+    """Use another result backend within a block, in all threads.
 
     Args:
         app: The application.
@@ -59,7 +59,7 @@ def results_kept_in(app: celery.Celery, backend: Backend) -> Iterator[None]:
 
 
 def forget_connections(app: celery.Celery) -> None:
-    """Let an application connect anew, to the broker and to the result backend of its settings."""
+    """Drop an application's connections, and its result backend, which are then made anew."""
     private: Any = app
     private._pool = private.amqp._producer_pool = None
     private._backend_cache = private._local.backend = None
@@ -79,7 +79,7 @@ def has_quorum_queue(app: celery.Celery) -> bool:
 
 
 def combined_class(ours: type[object], base: type[object]) -> type[Any]:
-    """Return a class that is ours and another one, whose methods ours call by ``super()``."""
+    """Return a subclass of both classes; our methods come first, and call the base's."""
     if issubclass(base, ours):
         return base
     if issubclass(ours, base):
@@ -89,7 +89,7 @@ def combined_class(ours: type[object], base: type[object]) -> type[Any]:
 
 
 def mixed(ours: type[object], made: object) -> Any:
-    """Return a class as :func:`combined_class` does; an object gets that class."""
+    """Combine our class with a class, or with the class of an object, in place."""
     if isinstance(made, type):
         return combined_class(ours, made)
     made.__class__ = combined_class(ours, type(made))
@@ -97,23 +97,23 @@ def mixed(ours: type[object], made: object) -> Any:
 
 
 def installed_on(cls: type[object]) -> type[object]:
-    """Return the other class of :func:`combined_class`: only it can be imported by name."""
+    """Return the base of a combined class, since only the base can be imported by name."""
     base: type[object] = getattr(cls, "_installed_on", cls)
     return base
 
 
 class MixingTasks(TaskRegistry):
-    """An application's tasks, with a class of ours mixed into each.
+    """An application's tasks, with our class mixed into every task.
 
-    Celery puts each task in here, whatever its ``base`` and whoever has made it: the decorators,
-    ``shared_task`` and ``register_task``.
+    Celery adds every task here, whatever its ``base``: from the decorators, ``shared_task`` and
+    ``register_task``.
     """
 
     ours: type[object]
 
     @classmethod
     def mix(cls, app: celery.Celery, ours: type[object]) -> None:
-        """Mix a class into the tasks that an application has, and into those to come."""
+        """Mix a class into all tasks of an application, present and future."""
         private: Any = app
         tasks: MixingTasks = mixed(cls, private._tasks)
         tasks.ours = ours
@@ -121,19 +121,20 @@ class MixingTasks(TaskRegistry):
             tasks[name] = task
 
     def __setitem__(self, name: str, task: Any) -> None:
-        # A stand-in, such as the one that a decorator returns, is no task itself.
+        # A proxy, such as the one that a decorator returns, is no task.
         is_task = issubclass(type(task), celery.Task)
         super().__setitem__(name, mixed(self.ours, task) if is_task else task)
 
 
 class DelayingQueues(celery_amqp.Queues):
-    """Celery's queues; those added by ``add_consumer`` are bound to the delivery exchange."""
+    """Celery's queues; ``add_consumer`` binds its queue to the delivery exchange."""
 
-    #: kombu calls this with the name, messages and consumers of such a queue once it is declared.
+    #: kombu calls this once the queue is declared: with its name, and its counts of messages and
+    #: consumers.
     on_declared: Callable[[str, int, int], None] | None = None
 
     def select_add(self, queue: Any, **options: Any) -> Queue:  # type: ignore[override]
-        """Add a queue that the worker shall consume from (``add_consumer``)."""
+        """Add a queue for the worker to consume from (``add_consumer``)."""
         selected: Queue = super().select_add(queue, **options)  # type: ignore[assignment]
         if selected.on_declared is None:
             selected.on_declared = self.on_declared
@@ -141,11 +142,11 @@ class DelayingQueues(celery_amqp.Queues):
 
 
 class DelayingAMQP(celery_amqp.AMQP):
-    """Celery's AMQP features; its queues know how to become ready for delayed tasks."""
+    """Celery's AMQP features, with :class:`DelayingQueues`."""
 
     @classmethod
     def mixed_into(cls, made: celery_amqp.AMQP) -> celery_amqp.AMQP:
-        """Give this class to what an application has made, and may have used already."""
+        """Mix this class into an application's ``amqp``, which may be in use already."""
         amqp: Any = mixed(cls, made)
         if "queues" in vars(amqp):
             amqp._delaying(amqp.queues)
@@ -181,7 +182,7 @@ def check_arguments(task: Any, args: Iterable[object], kwargs: Mapping[str, obje
 
 
 def copied_as(cls: type[SignatureT], made: Signature[Any]) -> SignatureT:
-    """Return a signature of another class with everything that a signature has."""
+    """Copy a signature as an object of another class."""
     private: Any = made
     copy: Any = cls(made, app=private._app)  # type: ignore[arg-type]
     copy._type = private._type
@@ -193,9 +194,9 @@ def copied_as(cls: type[SignatureT], made: Signature[Any]) -> SignatureT:
 
 
 def repr_limits(app: celery.Celery) -> tuple[tuple[int, int], int | None]:
-    """Return the maximum characters of both, and how deep they go into nested arguments."""
+    """Return the maximum lengths of both headers, and how deep they show nested arguments."""
     name = "task_repr_maxlevels"
-    # A setting since 5.7; before, Celery does not look at what an application has set there.
+    # A setting since Celery 5.7; earlier versions ignore it.
     depth: int | None = app.conf[name] if name in SETTING_KEYS else 3
     return (app.amqp.argsrepr_maxsize, app.amqp.kwargsrepr_maxsize), depth
 
@@ -203,21 +204,21 @@ def repr_limits(app: celery.Celery) -> tuple[tuple[int, int], int | None]:
 def sends_a_callback() -> bool:
     """Return whether a worker is sending a task's callback or the next task of its chain.
 
-    Celery 5.7 does that with retries of its own; earlier versions publish as everywhere else.
+    Celery 5.7 retries these sends itself; earlier versions publish them like any other.
     """
     is_on: ContextVar[bool] | None = getattr(celery_amqp, "_callback_publish_retry", None)
     return is_on is not None and is_on.get()
 
 
-#: The modules of Celery whose functions a worker calls around a task's own one.
+#: The modules of Celery whose functions wrap a task's own function.
 _AROUND_TASKS: Final = ("celery.app.autoretry", "celery.app.task")
 
 
 def is_sent_by_celery() -> bool:
-    """Return whether a worker sends what follows a task, and not the task itself does.
+    """Return whether Celery sends a follow-up of a task, and not the task's own code.
 
-    That is a callback, the next task of a chain, or the body of a chord. Celery sends them in the
-    function that has called the task's own one, or in a task of its own.
+    Follow-ups are callbacks, the next task of a chain, and the body of a chord. Celery sends them
+    in the function that called the task's own one, or in a task of Celery's.
     """
     frame: FrameType | None = sys._getframe(1)
     called = ""
@@ -232,9 +233,9 @@ def is_sent_by_celery() -> bool:
 
 
 def retries_by_itself() -> bool:
-    """Return whether Celery's ``autoretry_for`` calls ``retry``, perhaps over an application's own.
+    """Return whether Celery's ``autoretry_for`` called ``retry``, also through an override.
 
-    To be called by our ``retry``.
+    Only our ``retry`` may call this: it looks at the frames above.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name == "retry":
@@ -243,23 +244,23 @@ def retries_by_itself() -> bool:
 
 
 def task_that_is_sent() -> str | None:
-    """Return the id of the task if Celery's ``send_task`` calls the caller."""
+    """Return the id of the task that is sent, if Celery's ``send_task`` called the caller."""
     frame = sys._getframe(2)
     is_sending = frame.f_code is unwrap(celery.Celery.send_task).__code__
     return frame.f_locals["task_id"] if is_sending else None
 
 
 def sends_a_group() -> bool:
-    """Return whether the function that calls the caller is the one that sends a group's members."""
+    """Return whether Celery's function that sends a group's members called the caller."""
     code: CodeType = group._apply_tasks.__code__  # type: ignore[attr-defined]
     return sys._getframe(2).f_code is code
 
 
 def headers_of_former(app: celery.Celery, options: Options) -> Mapping[str, object]:
-    """Return the headers of the message whose task is retried, or replaced, by one that is sent.
+    """Return the headers of the task that a send retries or replaces.
 
-    They are those of the task that runs: what ``retry(headers=...)`` gives comes instead of them.
-    Where none runs, because its worker process was lost, Celery sends them with the retry.
+    They are read from the task that runs, because ``retry(headers=...)`` replaces them in the
+    options. If no task runs, because its worker process was lost, Celery passes them as options.
 
     Args:
         app: The application.
@@ -275,22 +276,22 @@ def headers_of_former(app: celery.Celery, options: Options) -> Mapping[str, obje
 
 
 def named(method: Callable[..., Any], first: int, values: tuple[object, ...]) -> dict[str, Any]:
-    """Return positional arguments of a method of Celery's by their names.
+    """Return positional arguments of one of Celery's methods by their names.
 
     Args:
         method: The method.
-        first: The place of the first one, counted from 0.
+        first: The position of the first argument, counted from 0.
         values: The arguments.
 
     Raises:
-        TypeError: They are too many.
+        TypeError: There are too many arguments.
     """
     bound = signature(method).bind_partial(*[None] * first, *values)
     return dict(zip(list(bound.arguments)[first:], values, strict=True))
 
 
 def celerys_repr(value: object, size: int, depth: int | None) -> str:
-    """Return what Celery writes into such a header."""
+    """Return a value as Celery shows it in these headers."""
     return saferepr(value, size, depth)  # type: ignore[arg-type]
 
 
@@ -298,9 +299,9 @@ def eta_of(value: object, timezone: tzinfo) -> datetime | None:
     """Return an ``eta`` as Celery's requests read it, None if missing or invalid.
 
     Args:
-        value: The field of a message, or what a sender gives, which Celery writes there as it is.
-        timezone: That of the result. A naive instant is UTC, whatever ``timezone`` and
-            ``enable_utc`` say.
+        value: A message's field, or a caller's option, which Celery writes there unchanged.
+        timezone: The time zone of the result. A naive instant is in UTC, whatever the settings
+            ``timezone`` and ``enable_utc`` are.
 
     Raises:
         InvalidDelay: As :func:`.plain`.

@@ -38,7 +38,7 @@ GroupT = TypeVar("GroupT", bound=SettingsGroup)
 
 
 class DelayingCelery(celery.Celery):
-    """The application as the rooms below :class:`celery_rabbitdelay.Celery` know it."""
+    """An application with ``app.rabbitdelay``, for the modules that :class:`.Celery` imports."""
 
     if TYPE_CHECKING:
 
@@ -68,7 +68,7 @@ class Delays:
         app: The application; its configuration is read when it is first needed.
 
     Attributes:
-        recorder: Records values in ``metrics`` once these are in use.
+        recorder: Records metrics, once they are in use.
         fake_broker: Used instead of the broker in tests; None otherwise.
     """
 
@@ -84,10 +84,10 @@ class Delays:
 
     @cached_property
     def groups(self) -> Groups:
-        """All settings that the configuration has; read on first use, see :meth:`reset`.
+        """All configured settings, read on first use; :meth:`reset` reads them anew.
 
         Raises:
-            InvalidSetting: One of them is wrong.
+            InvalidSetting: A setting is wrong.
         """
         return read_settings(self.app.conf, getattr(self.app, "namespace", None))
 
@@ -96,7 +96,7 @@ class Delays:
         """The kernel's settings.
 
         Raises:
-            InvalidSetting: One of any settings is wrong.
+            InvalidSetting: A setting of the kernel, or of an addition, is wrong.
         """
         return self.settings_of(Settings)
 
@@ -107,27 +107,27 @@ class Delays:
             group: Their class.
 
         Raises:
-            InvalidSetting: One of any settings is wrong.
+            InvalidSetting: A setting of the kernel, or of an addition, is wrong.
         """
         read = self.groups.get(group) or group()
         assert isinstance(read, group)
         return read
 
     def setting(self, name: str) -> object:
-        """Return the value of a setting, also one of an addition; None if it is not configured.
+        """Return the value of any setting; None if it is not configured.
 
         Args:
-            name: Its name without ``rabbitdelay_``.
+            name: The setting's name without ``rabbitdelay_``.
         """
         groups = (each for each in self.groups.values() if hasattr(each, name))
         return getattr(next(groups, None), name, None)
 
     def part(self, make: Callable[[Delays], PartT]) -> PartT:
-        """Return what is kept for this application, in this process; made when it is first needed.
+        """Return an object of this application and process, made on first use and then cached.
 
         Args:
-            make: Makes it; a class or a function. The result is cached under it: the same ``make``
-                returns the same object. Its ``close``, if it has one, is called by :meth:`close`.
+            make: The class or function that makes the object, and the object's key in the cache.
+                :meth:`close` calls the object's ``close``, if it has one.
         """
         if make not in self._parts:
             self._parts.setdefault(make, self._instead.get(make, make)(self))
@@ -139,7 +139,7 @@ class Delays:
         """The levels as exchanges, queues and bindings; ``topology.route(delay, queue_name)``."""
         return self.settings.topology
 
-    @locked_property  # each send goes through one pool
+    @locked_property  # all threads share one pool
     def pool(self) -> PublisherPool:
         """Return the process's pool of publishers; its limit is ``broker_pool_limit``."""
         return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
@@ -158,10 +158,10 @@ class Delays:
         return self.available if connection is None else _is_rabbitmq(connection)
 
     def check_protocol(self) -> None:
-        """Refuse Celery's message protocol 1: only its plain sends, and its arrivals, are known.
+        """Refuse delayed sends in Celery's message protocol 1.
 
         Raises:
-            InvalidSetting: The application sends it.
+            InvalidSetting: ``task_protocol`` is 1.
         """
         protocol = self.app.conf.task_protocol
         if protocol == 1:
@@ -171,12 +171,12 @@ class Delays:
     def declare(self, connection: Connection) -> None:
         """Declare the levels on a broker, as a worker does at its start.
 
-        Declares all of them again (about 50 ms), which restores those that somebody deleted by
-        hand. With ``rabbitdelay_declare = "never"`` they are only checked.
+        This also restores queues and exchanges that were deleted by hand, and takes about 50 ms.
+        With ``rabbitdelay_declare = "never"``, it only checks that they exist.
 
         Raises:
             LayoutConflict: Another layout is declared under the prefix.
-            TopologyIncomplete: Something is missing, and the settings forbid to declare it.
+            TopologyIncomplete: A queue or exchange is missing, and must not be declared.
         """
         if self.settings.declare == "auto":
             declare(connection, self.topology)
@@ -190,15 +190,15 @@ class Delays:
         eta: datetime | str | None,
         tolerance_ms: int = 0,
     ) -> Due:
-        """Return when a task is due, by a delay, or else a countdown that is not 0, or else an eta.
+        """Return the due time: by a delay, else by a countdown that is not 0, else by an eta.
 
         Raises:
             InvalidDelay: A time that is not finite, or an ``eta`` that is not ISO 8601.
             InvalidDelayType: A value that is neither a length of time nor an instant; or a delay
-                together with one of the others.
+                together with a countdown or an eta.
         """
         if delay is not None:
-            if countdown is not None or eta is not None:  # rows come by the million
+            if countdown is not None or eta is not None:  # saves a call per row
                 refuse_two_times(delay, countdown, eta)
             return Due.after(delay, tolerance_ms)
         if countdown or eta is None:
@@ -216,7 +216,7 @@ class Delays:
             why: The reason, and what happens to the task.
         """
         if self._countdowns.allows(why):
-            logger.warning("A delay is treated as Celery's own countdown: %s.", why)
+            logger.warning("rabbitdelay: a delay is treated as Celery's own countdown: %s.", why)
 
     def close(self) -> None:
         """Close the connections of this process, and end its threads."""
@@ -229,7 +229,7 @@ class Delays:
                 close()
 
     def reset(self) -> None:
-        """Forget settings and connections, also Celery's: the next use reads and connects anew."""
+        """Drop settings and connections, also Celery's; the next use reads and opens them anew."""
         self.close()
         for name in ("groups", "settings", "pool", "available"):
             self.__dict__.pop(name, None)

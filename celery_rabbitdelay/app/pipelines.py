@@ -2,9 +2,9 @@
 
 ``app.rabbitdelay.pipeline()`` opens such a block.
 
-A block belongs to the thread, and to the coroutine, that has opened it: a context variable says
-which blocks are open, and each of them knows its owner. Celery sends the members of a group through
-a block of their own, or through the caller's.
+A block belongs to the thread and the coroutine that opened it: a context variable holds the open
+blocks, and each block knows its owner. Celery sends the members of a group through a block of their
+own, or through the caller's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
-#: Seconds that publishing has in any case, however long the wait for a publisher was.
+#: The minimum seconds for publishing, however long the wait for a publisher was.
 MIN_TIMEOUT: Final = 0.1
 
 
@@ -73,7 +73,7 @@ class TaskPipeline:
         self.outer = outer
         self._producer = producer
         self._owner = _owner()
-        #: Those of Celery's pool that groups within the block are sent with.
+        #: The producers of Celery's pool that send groups within the block.
         self._joined: list[Producer] = []
         self._borrowed = ExitStack()
         self._publisher: Publisher | None = None
@@ -95,16 +95,16 @@ class TaskPipeline:
         if delays is not self.delays or not self._is_usable or _owner() != self._owner:
             return False
         if delays.fake_broker is not None:
-            return False  # it confirms at once
+            return False  # a fake broker confirms at once
         if connection is None or self._producer is not None:
             return connection is (self._producer and self._producer.connection)
         return any(connection is each.connection for each in self._joined) and self._is_ready()
 
     def _is_ready(self) -> bool:
-        """Whether there is a publisher without a wait for it.
+        """Return whether a publisher is available without waiting.
 
-        To wait here could deadlock: the group holds a producer of Celery's pool, and a thread that
-        holds a publisher may be waiting for that producer.
+        Waiting could deadlock: the group holds a producer of Celery's pool, and a thread that holds
+        a publisher may wait for that producer.
         """
         try:
             self.borrow(timeout=0)
@@ -116,11 +116,11 @@ class TaskPipeline:
         """Return the block's publisher.
 
         Raises:
-            NoPublisherFree: All publishers of the pool were in use for that many seconds.
+            NoPublisherFree: All publishers of the pool were in use for ``timeout`` seconds.
         """
         if self._publisher is None:
             connection = None if self._producer is None else self._producer.connection
-            # As this block has none yet, it is one over the connection, or the pool's.
+            # This block has none yet, so a publisher of the connection or the pool is borrowed.
             borrowing = borrowed_publisher(self.delays, connection, timeout)
             self._publisher = self._borrowed.enter_context(borrowing)
             settings, topology = self.delays.settings, self.delays.topology
@@ -140,7 +140,7 @@ class TaskPipeline:
             policy: How long, and how often, it is tried.
 
         Raises:
-            RabbitDelayError: It could not be sent, which the end of the block does not say again.
+            RabbitDelayError: It could not be sent; the end of the block does not repeat the error.
         """
         self.borrow(policy.timeout)
         assert self._pipeline is not None
@@ -153,7 +153,7 @@ class TaskPipeline:
 
     @contextmanager
     def lent(self) -> Iterator[Publisher]:
-        """Lend the block's publisher, once all is confirmed; meanwhile, the block is not used."""
+        """Confirm all messages and lend the publisher; until it is back, no send uses the block."""
         self._confirm()
         assert self._publisher is not None
         self._is_usable = False
@@ -164,7 +164,7 @@ class TaskPipeline:
 
     @property
     def has_publisher(self) -> bool:
-        """Whether the block has a publisher by now."""
+        """Whether the block has a publisher yet."""
         return self._publisher is not None
 
     @contextmanager
@@ -177,11 +177,11 @@ class TaskPipeline:
             self._joined.remove(producer)
 
     def end(self) -> None:
-        """Confirm, and return the publisher.
+        """Wait for all confirms, and return the publisher to its pool.
 
         Raises:
-            TasksNotConfirmed: Some tasks are not confirmed. For a group, the error of the first of
-                them instead, whose chain of causes ends with the former.
+            TasksNotConfirmed: Some tasks are not confirmed. For a group, it is the last in the
+                chain of causes of the first such task's error, which is raised instead.
         """
         if _owner()[0] != self._owner[0]:
             return  # a fork: the connection is the parent's
@@ -209,10 +209,10 @@ class TaskPipeline:
                 self._note_settled()
 
     def _note_settled(self) -> None:
-        """Count tasks that have an outcome, and say which are confirmed.
+        """Count the tasks that have an outcome, and send ``delayed`` for the confirmed ones.
 
-        Not called while the broker's answers are read, because a receiver of the signal may send. A
-        task that such a send finds settled is left to the outermost call.
+        Not called while the broker's answers are read, because a receiver of the signal may send.
+        Tasks that get their outcome during such a send are left to the outermost call.
         """
         if self._is_noting:
             return
@@ -273,7 +273,7 @@ def publish_task(
 def borrowed_publisher(
     delays: Delays, connection: Connection | None = None, timeout: float | None = None
 ) -> Iterator[Publisher]:
-    """Borrow a publisher: that of the open block, one over the caller's connection, or the pool's.
+    """Borrow the publisher of the open block, or one of the caller's connection or the pool.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
@@ -375,7 +375,7 @@ def _opened(pipeline: TaskPipeline) -> Iterator[None]:
         except RabbitDelayError as not_confirmed:
             is_rejected = isinstance(error, Reject) and not error.requeue  # type: ignore[attr-defined]
             if is_rejected or isinstance(error, Ignore):
-                # A worker would end the task, which may have sent others in its place.
+                # A worker drops the task, but tasks sent in its place are not confirmed.
                 raise not_confirmed from error
             logger.error("%s", not_confirmed)
             _with_last_cause(error, not_confirmed)
@@ -396,7 +396,7 @@ def _with_last_cause(error: ErrorT, cause: BaseException) -> ErrorT:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and its causes; one that is a cause of itself ends them."""
+    """Return an error and its causes, each of them once."""
     chain, seen = [error], {id(error)}
     while (cause := chain[-1].__cause__) is not None and id(cause) not in seen:
         chain.append(cause)
@@ -410,5 +410,5 @@ def _owner() -> tuple[int, int, object]:
         task = asyncio.current_task()
     except RuntimeError:
         task = None
-    # gevent replaces the function of this module: each greenlet has an identity of its own.
+    # gevent replaces ``get_ident``: every greenlet has an identity of its own.
     return os.getpid(), threading.get_ident(), task

@@ -1,7 +1,7 @@
-"""The seams: what the kernel asks the additions that are turned on.
+"""The seams: the methods of additions that the kernel calls.
 
-A subclass of :class:`Addition` overrides what it needs, and :mod:`.app.additions` names it. Whether
-a task runs that has arrived at a worker is asked elsewhere: see ``Decisions`` in
+A subclass of :class:`Addition` overrides the methods that it needs; :mod:`.app.additions` registers
+it. One more seam decides whether a task that has arrived at a worker runs: ``Decisions`` in
 :mod:`.worker.restore`.
 """
 
@@ -43,9 +43,9 @@ class Call(NamedTuple):
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         due: When it may start.
-        headers: Headers that only the message of this call has: those of an addition, or the
-            ``group_index`` of a member of a group.
-        has_id: Whether the caller has given the id; otherwise no task had it before.
+        headers: Headers of this call's message alone: an addition's, or the ``group_index`` of a
+            group's member.
+        has_id: Whether the caller has given the id; otherwise it is new.
     """
 
     task_id: str
@@ -64,9 +64,8 @@ class Send:
         delays: The application's delay levels.
         name: The task's name.
         task: The task; None if the application knows only its name.
-        options: Celery's options, given by the caller. When an addition is asked, they include
-            ``task_id``.
-        added: The options that additions have brought.
+        options: Celery's options, as the caller gave them. Additions get them with ``task_id``.
+        added: The options of additions.
         former: The headers of this package on the task that this one retries or replaces; empty if
             it does neither.
         has_id: Whether the caller has given the task's id.
@@ -82,23 +81,23 @@ class Send:
 
 
 class AddedToSend:
-    """An addition's part in one send; each method does nothing by default."""
+    """An addition's part in one send; its methods do nothing by default."""
 
     @property
     def is_alone(self) -> bool:
-        """Whether the send is confirmed by itself, and not at the end of a block."""
+        """Whether the send waits for its own confirm, also within a block of ``pipeline()``."""
         return False
 
     def headers(self, due: Due) -> Mapping[str, object]:
-        """Return the headers that the message gets; called just before it is made."""
+        """Return headers to add to the message; called just before it is made."""
         return {}
 
     def confirmed(self, task_id: str, due: Due, delayed: Delayed) -> None:
-        """Note that the broker has confirmed the message."""
+        """Handle the broker's confirm of the message."""
 
 
 class AddedToRows(Protocol):
-    """An addition's part in a ``send_many``. Rows are known by their numbers, counted from 0."""
+    """An addition's part in a ``send_many``. Rows are numbered from 0."""
 
     @property
     def shared_headers(self) -> Mapping[str, object]:
@@ -106,18 +105,17 @@ class AddedToRows(Protocol):
 
     @property
     def needs_each(self) -> bool:
-        """Whether the addition must see each row; otherwise rows that are written already pass."""
+        """Whether the addition needs every row; otherwise :class:`.WrittenRows` pass unread."""
 
     def take(self, due: Due) -> None:
-        """Note that a row is due; raise if it cannot be sent."""
+        """Note the due time of a row; raise if the row cannot be sent."""
 
     def asked(
         self, work: Iterator[tuple[int, Call | WrittenT]]
     ) -> Iterator[tuple[int, Call | WrittenT]]:
-        """Yield the rows, in their order.
+        """Yield the rows in their order, with the addition's headers for each.
 
-        Give a :class:`.Call` its own headers if it needs any; pass rows that are already written on
-        unchanged.
+        Only a :class:`.Call` can have headers of its own; :class:`.WrittenRows` pass unchanged.
         """
 
     def sent(
@@ -126,7 +124,7 @@ class AddedToRows(Protocol):
         """Note that a row is sent; ``content`` is None if its message cannot be written again."""
 
     def ended(self, rows: Iterable[int], is_confirmed: bool) -> None:
-        """Note that the broker has confirmed rows, or has not."""
+        """Note whether the broker has confirmed rows."""
 
     def close(self) -> None:
         """Finish; no further row comes."""
@@ -145,16 +143,16 @@ class Addition:
     def check(self, options: Options) -> None:
         """Refuse options of ``apply_async`` that the addition does not take.
 
-        It is called even if the addition's ``switch`` is off.
+        Called even if the addition's ``switch`` is off.
 
         Raises:
-            UnknownOption: One of them has a value that it does not take.
+            UnknownOption: An option has an invalid value.
         """
 
     def to_send(self, send: Send) -> AddedToSend | None:
-        """Return what the addition does with a send; None for nothing.
+        """Return the addition's part in a send; None if it has no part.
 
-        With None, a send that has one of the addition's options is refused.
+        With None, a send with an option of the addition is refused.
         """
 
     def to_rows(
@@ -164,42 +162,42 @@ class Addition:
         options: Options,
         fail: Callable[[Sequence[int], Exception], None],
     ) -> AddedToRows | None:
-        """Return what the addition does with the rows of a ``send_many``; None for nothing.
+        """Return the addition's part in a ``send_many``; None if it has no part.
 
-        With None, a ``send_many`` that has one of the addition's options is refused.
+        With None, a ``send_many`` with an option of the addition is refused.
 
         Args:
             name: The task's name.
             task: The task; None if the application knows only its name.
-            options: The options that the addition has brought, for all rows.
+            options: The addition's own options, for all rows.
             fail: Called with the numbers of rows that cannot be sent, and the error.
         """
 
     def affects(self, task: object) -> bool:
-        """Return whether the addition affects a send of a task that has none of its options."""
+        """Return whether the addition affects sends of a task even without its options."""
         return False
 
-    #: Whether distribution asks the addition; it asks only one.
+    #: Whether distribution calls the next two methods; at most one addition may set it.
     is_asked_by_distribution = False
 
     def envelope_arrived(
         self, inner: Sequence[DelayHeaders], due_ms: int
     ) -> int | Sequence[bool] | None:
-        """Say what becomes of an envelope that is due, before distribution publishes its messages.
+        """Decide about an envelope that is due, before distribution publishes its messages.
 
-        The workers ask again about each of them.
+        When these arrive, the workers decide about each of them again.
 
         Args:
-            inner: The headers of each message in it.
-            due_ms: When it was due.
+            inner: The headers of the messages in the envelope.
+            due_ms: When the envelope was due.
 
         Returns:
-            Until when the whole envelope waits, in milliseconds since 1970-01-01 UTC; or for each
-            message whether it goes on; None if all of them do.
+            None to publish all messages; a bool for each message, whether it is published; or a
+            new due time of the whole envelope, in milliseconds since 1970-01-01 UTC.
         """
 
     def note_arrived(self, note: WaitingMessage) -> Due | None:
-        """Take a due message that is for the addition itself; return until when it waits again.
+        """Handle a due message for the addition itself; return its next due time, if there is one.
 
         Raises:
             UnprocessableMessage: The addition did not send this message.
@@ -207,14 +205,14 @@ class Addition:
         raise UnprocessableMessage("no addition has sent it")
 
     def revoked(self, task_ids: Sequence[str]) -> None:
-        """Note that Celery's ``revoke`` is called."""
+        """Handle a call of Celery's ``revoke``."""
 
     def purged(self) -> int:
-        """Note that Celery's ``purge`` is called; return how many tasks were discarded."""
+        """Handle a call of Celery's ``purge``; return how many tasks were cancelled."""
         return 0
 
     def is_waiting(self, task_id: str) -> bool:
-        """Return whether a task that Celery does not know is known to wait."""
+        """Return whether a task waits that Celery's result backend does not know."""
         return False
 
     def why_not_ready(self) -> str:
@@ -225,8 +223,8 @@ class Addition:
         """Return what ``celery rabbitdelay status`` shows beside what waits.
 
         Returns:
-            Of these: ``next_due``, a :class:`datetime.datetime`; ``paused``, mappings of ``task``,
-            ``queue`` and ``since``; and ``error``, why this is not known.
+            Any of ``next_due``, a :class:`datetime.datetime`; ``paused``, mappings of ``task``,
+            ``queue`` and ``since``; and ``error``, the reason why these are unknown.
         """
         return {}
 
@@ -239,29 +237,29 @@ class Addition:
         yield from ()
 
     def beat_starts(self, service: Service) -> None:
-        """Do something to the service of ``celery beat`` before it runs."""
+        """Change the service of ``celery beat`` before it runs."""
 
 
 def additions_of(delays: Delays) -> Sequence[Addition]:
-    """Return the additions of an application that are turned on."""
+    """Return the additions that an application has turned on."""
     return delays.part(_turned_on)
 
 
 def checked_added_options(options: Options, delays: Delays) -> OwnOptions:
-    """Return those of a send's options that additions have brought, checked by them.
+    """Return the options of additions among a send's options; the additions check them.
 
     Celery silently drops unknown options. Callers rely on the options that they pass, so an option
     that would have no effect is an error, with a delay and without one.
 
     Args:
         options: What ``apply_async`` takes, without stamps of such names.
-        delays: The application's delay levels. Their settings are only read if there is such an
+        delays: The application's delay levels. The settings are read only if there is such an
             option.
 
     Raises:
-        UnknownOption: The addition does not take the value.
-        RegistryRequired: The option needs a registry, and the application has no registry.
-        AdditionMissing: Its folder was deleted.
+        UnknownOption: An option has an invalid value.
+        RegistryRequired: An option needs a registry, and the application has no registry.
+        AdditionMissing: The folder of an option's addition was deleted.
     """
     given = {name: options[name] for name in additions.options if options.get(name) is not None}
     by_hooks: dict[str, OwnOptions] = {}
@@ -276,16 +274,16 @@ def checked_added_options(options: Options, delays: Delays) -> OwnOptions:
 def parts_of(
     delays: Delays, added: Options, ask: Callable[[Addition, OwnOptions], PartT | None], way: str
 ) -> list[PartT]:
-    """Return what the additions that are turned on do with a send, or with rows.
+    """Return the parts that the additions have in a send, or in a ``send_many``.
 
     Args:
         delays: The application's delay levels.
-        added: The options that additions have brought.
-        ask: Asks an addition, with its own options among these; None if it does nothing.
+        added: The options of additions.
+        ask: Returns the part of an addition with the given options; None if it has no part.
         way: The advice in the error: how to send without the option.
 
     Raises:
-        UnknownOption: An option would have no effect, because its addition does nothing.
+        UnknownOption: An option would have no effect, because its addition has no part.
     """
     parts, unused = list[PartT](), dict(added)
     for addition in additions_of(delays):
