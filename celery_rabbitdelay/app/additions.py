@@ -1,4 +1,4 @@
-"""The additions to the kernel, as text: the kernel imports one of them where it is first used.
+"""The additions to the kernel, by name: the kernel imports an addition on first use.
 
 An addition is a folder of this package, or a module of an application. An :class:`Entry` lists its
 settings, options, methods, bootsteps and commands; an :class:`.Addition` has the methods that the
@@ -21,11 +21,11 @@ class Entry(NamedTuple):
 
     Attributes:
         name: The name of the addition: that of its folder.
-        hooks: A subclass of :class:`.Addition`, which the kernel asks.
+        hooks: A subclass of :class:`.Addition`, whose methods the kernel calls.
         switch: The setting that turns the hooks on; empty if they are always on.
         group: A :class:`.SettingsGroup`, for the addition's settings.
         settings: The names of these settings, without ``rabbitdelay_``.
-        options: The names of the options of ``apply_async`` that it brings.
+        options: The names of its options of ``apply_async``.
         methods: The attributes that it adds to ``app.rabbitdelay``, by the class that has them. An
             instance is made for each application, with its :class:`.Delays`.
         consumer_steps: Bootsteps of a worker's consumer.
@@ -117,9 +117,9 @@ BUILT_IN: Final = (
         settings=("metrics_port",),
         worker_steps=(f"{_PACKAGE}.metrics.bootstep:ServeMetrics",),
         worker_options={
-            "--rabbitdelay-metrics-port": "The port on which the worker serves metrics to "
-            "Prometheus, or an address with a port; instead of the setting "
-            "rabbitdelay_metrics_port. Empty for none.",
+            "--rabbitdelay-metrics-port": "The port, or the address and port, on which the worker "
+            "serves metrics to Prometheus. Overrides the setting rabbitdelay_metrics_port. Empty "
+            "for none.",
         },
         methods={f"{_PACKAGE}.metrics.collector:HasMetrics": ("metrics",)},
         services={"probe": f"{_PACKAGE}.metrics.probe:probe_service"},
@@ -132,21 +132,21 @@ BUILT_IN: Final = (
     ),
 )
 
-#: All additions: those of this package, and those of applications.
+#: All additions, of this package and of applications.
 entries: Final[list[Entry]] = []
 
 #: The groups of settings, by the names of the settings.
 settings: Final[dict[str, str]] = {}
 
-#: The additions by the names of the options that they bring.
+#: The additions by the names of their options.
 options: Final[dict[str, Entry]] = {}
 
-#: Where each command is, by its name; those of the kernel are there already.
+#: The places of all commands, by name; the kernel's commands are there from the start.
 commands: Final[dict[str, str]] = {
     name: f"{_PACKAGE}.command.levels:{name}" for name in ("declare", "route")
 }
 
-#: The classes that have the attributes of ``app.rabbitdelay``, by the names of these.
+#: The classes that have the attributes of ``app.rabbitdelay``, by the attributes' names.
 methods: Final[dict[str, str]] = {}
 
 #: The functions that make the services of a worker, by the names of the services.
@@ -154,7 +154,7 @@ services: Final[dict[str, str]] = {}
 
 
 def add(entry: Entry) -> None:
-    """Add an addition, for applications that are made from now on.
+    """Register an addition, for applications that are made afterwards.
 
     Args:
         entry: The parts of the addition.
@@ -186,13 +186,13 @@ def _refuse_taken(names: Iterable[str], taken: Container[str]) -> None:
 
 
 def exists(entry: Entry) -> bool:
-    """Return whether an addition can be imported; the folder of one may have been deleted."""
+    """Return whether an addition can be imported; its folder may have been deleted."""
     is_ours = any(entry is each for each in BUILT_IN)
     return not is_ours or find_spec(f"{_PACKAGE}.{entry.name}") is not None
 
 
 def load(where: str) -> Any:
-    """Import what an entry names.
+    """Import an object that an entry names.
 
     Args:
         where: As ``"module:name"``.

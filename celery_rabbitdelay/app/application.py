@@ -1,7 +1,7 @@
 """A Celery application whose delays wait in RabbitMQ.
 
-:class:`Celery` is a :class:`celery.Celery`; :func:`install` does the same for an application that
-exists already. Each send first tries :meth:`.Copies.send`: a plain send is copied from a template
+:class:`Celery` is a :class:`celery.Celery`; :func:`install` does the same for an existing
+application. Each send first tries :meth:`.Copies.send`: a plain send is copied from a template
 that Celery makes once, and is published at once. Any other send ends in ``Celery.send_task``, the
 one place where a delay is taken over: Celery makes and routes the message, and only the producer
 that publishes it is replaced.
@@ -72,11 +72,11 @@ CONSUMER_STEPS = (
 #: The bootstep by which a worker serves the modules around the levels.
 MODULES_STEP = "celery_rabbitdelay.worker.bootsteps:Modules"
 
-#: The option of ``celery worker`` that says which modules it serves.
+#: The option of ``celery worker`` for the modules that it serves.
 MODULES_OPTION = click.Option(
     ["--rabbitdelay-modules"],
-    help="Which of check-in, distribution and probe the worker serves, with commas between them; "
-    "instead of the setting rabbitdelay_modules. Empty for none.",
+    help="The modules that the worker serves: check-in, distribution, probe; separated by commas. "
+    "Overrides the setting rabbitdelay_modules. Empty for none.",
 )
 
 
@@ -91,7 +91,7 @@ MAX_REQUEUE_WAIT: Final = 10.0
 
 
 class TaskAttributes:
-    """Defaults of the attributes that neither a task nor its own base class sets."""
+    """Defaults of attributes for tasks that do not set them."""
 
     #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
     rabbitdelay: bool = True
@@ -120,13 +120,13 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             """Run the task here."""
 
         def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[ResultT_co]:
-            """Send the task with these arguments and without options; not after a delay."""
+            """Send the task at once, with these arguments and without options."""
 
         def s(self, *args: object, **kwargs: object) -> DelayingSignature[ResultT_co]:
-            """Create a signature with these arguments, or the last ones of them."""
+            """Create a signature with these arguments; a result may be put before them."""
 
         def si(self, *args: P.args, **kwargs: P.kwargs) -> DelayingSignature[ResultT_co]:
-            """Create a signature with these arguments, which no result is added to."""
+            """Create a signature with exactly these arguments: an immutable one."""
 
         def delay_on_commit(self, *args: P.args, **kwargs: P.kwargs) -> None:
             """Call ``delay`` after the transaction; only with Django."""
@@ -176,7 +176,7 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
             ValueError: A delay that is not finite.
-            RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
+            RegistryRequired: ``key``, ``job``, ``once`` or ``track`` is given without a registry.
         """
         passed: OwnOptions = {**options}
         if more:
@@ -220,7 +220,7 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``.
-            RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
+            RegistryRequired: ``key``, ``job``, ``once`` or ``track`` is given without a registry.
         """
         given: OwnOptions = {**options}
         checked_added_options(given, self.app.rabbitdelay)
@@ -293,15 +293,15 @@ class TaskDecorator(Protocol):
 
 _shared_task: Any = celery.shared_task
 
-#: Celery's own, known to type checkers with the options that this package adds.
+#: Celery's own decorator, typed with the options that this package adds.
 shared_task: TaskDecorator = _shared_task
 
 
 def _mixed(name: str, mix: Callable[[Any], object]) -> cached_property[object]:
     """Return an attribute of an application that Celery caches, with a class of ours mixed in.
 
-    Celery, or the application's own class, makes the value when it is first needed. What is
-    assigned, as in Flask's recipe ``app.Task = ContextTask``, gets our class as well.
+    Celery, or the application's own class, makes the value when it is first needed. A value
+    that is assigned, as in Flask's recipe ``app.Task = ContextTask``, gets our class as well.
 
     Args:
         name: The attribute's name.
@@ -346,16 +346,16 @@ class Celery(DelayingCelery):
         return _rebuild, (rebuild, celery_internals.installed_on(cls), *rest)
 
     def now(self) -> datetime:
-        """Return the time, in the application's time zone; a test that travels sets it."""
+        """Return the current time in the application's time zone; time travel in tests sets it."""
         return wall_clock.now().astimezone(self.timezone)
 
     def bugreport(self) -> str:
-        """Return what ``celery report`` prints; Celery hides the passwords of its own URLs only."""
+        """Return the text of ``celery report``, also without the passwords in our settings."""
         ours = f"\npackage  -> celery-rabbitdelay:{version('celery-rabbitdelay')}"
         return ours + without_passwords(super().bugreport())
 
     def close(self) -> None:
-        """Clean up after the application."""
+        """Close the application's connections."""
         self.rabbitdelay.close()
         super().close()
 
@@ -370,9 +370,9 @@ class Celery(DelayingCelery):
             kwargs: Its keyword arguments.
             *more: Further positional arguments of Celery.
             **options: Options of Celery and ours: ``delay``, the seconds or a timedelta until it
-                may start, where zero or less sends it at once; ``countdown`` or ``eta``, of which a
-                naive one is in UTC, as in Celery; ``tolerance``, the seconds or a timedelta that it
-                may start later if that saves stops.
+                may start, where zero or less sends it at once; ``countdown`` or ``eta`` as in
+                Celery, where a naive ``eta`` is in UTC; ``tolerance``, the seconds or a timedelta
+                by which it may start late if that saves stops.
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
@@ -380,13 +380,14 @@ class Celery(DelayingCelery):
             InvalidSetting: A ``rabbitdelay_*`` setting is wrong, or ``task_protocol`` is 1.
             DelayTooLong: The delay is above the layout's capacity, and ``rabbitdelay_modules``
                 lacks check-in.
-            NeedsDistribution: Not exactly one known queue gets the task, or its priority is above 4
-                and the levels are quorum queues; and ``rabbitdelay_modules`` lacks distribution.
+            NeedsDistribution: ``rabbitdelay_modules`` lacks distribution, which is needed if not
+                exactly one known queue gets the task, or if its priority is above 4 and the levels
+                are quorum queues.
             PublishError: The broker did not confirm.
-            RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
+            RegistryRequired: ``key``, ``job``, ``once`` or ``track`` is given without a registry.
             JobClosed: The job is not open.
-            RegistryUnavailable: ``key``, ``job`` or ``track``, and Redis does not answer. Nothing
-                was sent.
+            RegistryUnavailable: Redis does not answer, and ``key``, ``job`` or ``track`` is given.
+                Nothing was sent.
         """
         by_celery = partial(super().send_task, name, **_if_given(args=args, kwargs=kwargs))
         if more:
@@ -477,7 +478,7 @@ def _add(app: celery.Celery) -> None:
         options = (click.Option([name], help=text) for name, text in each.worker_options.items())
         app.user_options["worker"].update(options)
     app.user_options["worker"].add(MODULES_OPTION)
-    # Those that exist already get our class when they are assigned again.
+    # An attribute that exists already gets our class when it is assigned again.
     for name in ("amqp", "control", "AsyncResult", "Task"):
         if name in vars(app):
             setattr(app, name, vars(app)[name])

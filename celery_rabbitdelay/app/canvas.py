@@ -65,7 +65,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
 
     Attributes:
         former: The options of the signature that this one was cloned from. Celery clones the body
-            of a chord before it gives it the options of the whole.
+            of a chord before it adds the options of the whole chord.
     """
 
     former: Options = MappingProxyType({})
@@ -115,7 +115,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
         return super(DelayingSignature, sent).apply_async(args, kwargs, route_name, **given)
 
     def _checked(self, options: Options) -> OwnOptions:
-        """Return options of this signature; refuse one that its stamps would hide."""
+        """Check options for this signature; refuse one that has the name of a stamp."""
         own, _ = without_stamps(options)
         for name in self.options.get("stamped_headers") or ():
             if name in own_options() and own.get(name) is not None:
@@ -124,14 +124,14 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
 
     @classmethod
     def of(cls, signature: Any) -> Self:
-        """Return a copy of a plain signature as one of this class."""
+        """Copy a plain signature as an object of this class."""
         copy = copied_as(cls, signature)
         copy["options"] = _plain_times(copy.options)
         return copy
 
 
 def _plain_times(options: Mapping[str, object]) -> OwnOptions:
-    """Return options whose times are plain: Celery copies signatures, and JSON writes them."""
+    """Return options with plain times, which Celery can copy and JSON can express."""
     stamps: Any = options.get("stamped_headers") or ()
     times: OwnOptions = {
         name: plain(options[name], name)
@@ -195,7 +195,7 @@ def _own_times(body: Any, delay: Any) -> Options:
 
 
 def _with_parts(signature: Any, change: Callable[[Any], Any]) -> OwnOptions:
-    """Return a copy of a signature in which the signatures that it consists of are changed."""
+    """Return a copy of a signature with each of its parts changed."""
     kwargs = signature.get("kwargs") or {}
     parts = PARTS.get(signature.get("subtask_type"), ())
     return {
@@ -248,7 +248,7 @@ def _translate(signature: Options, word: str, check: Callable[[Options], object]
 
 def _add_delay(signature: Options, word: str, seconds: float) -> OwnOptions:
     if signature.get("subtask_type") == "chord":
-        # Each task of the header gets the delay: before 5.7, Celery does not pass it on.
+        # Every task of the header gets the delay: before 5.7, Celery does not pass it on.
         kwargs = signature["kwargs"]
         # A header that is a group loses the group's own options.
         header = kwargs["header"]

@@ -1,4 +1,4 @@
-"""Celery's remote control of workers, and its results, which also know the tasks that wait."""
+"""Celery's remote control of workers, and its results, both aware of tasks that wait."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from celery_rabbitdelay.publishing.refusals import missing_permission
 
 logger = logging.getLogger(__name__)
 
-#: The control command, by which ``celery inspect`` and ``control.broadcast`` call it.
+#: The name of the control command, for ``celery inspect`` and ``control.broadcast``.
 COMMAND: Final = "rabbitdelay_status"
 
-#: Beside the names of the modules: the delayed tasks that have arrived at the worker.
+#: The key in a worker's answer, beside its modules, for the delayed tasks that have arrived at it.
 ARRIVALS: Final = "tasks"
 
-#: Beside the names of the modules, if it is asked for: the worker's versions and settings.
+#: The key in a worker's answer, on request, for the worker's versions and settings.
 ABOUT: Final = "about"
 
-#: The most ids in one revoke: each worker writes all of them into one line of its log.
-TOLD_AT_ONCE: Final = 100
+#: The maximum number of ids in one revoke, which a worker logs in one line.
+MAX_REVOKED: Final = 100
 
 
 class DelayingControl(Control):
     """Celery's control commands; a revoke of a task that waits lasts until the task is due."""
 
     def broadcast(self, command: str, arguments: Any = None, *more: Any, **options: Any) -> Any:
-        """Broadcast a command to the workers, as in Celery; in tests, none of them may answer.
+        """Broadcast a command to the workers, as in Celery; in tests, to the fake broker.
 
         Args:
             command: Its name.
@@ -51,7 +51,7 @@ class DelayingControl(Control):
         return fake_broker.broadcast(command, arguments or {})
 
     def revoke(self, task_id: Any, *more: Any, **options: Any) -> Any:
-        """Tell all workers not to run tasks, as in Celery; the registry, if there is one, as well.
+        """Revoke tasks in all workers, as in Celery, and in the registry, if there is one.
 
         Args:
             task_id: The id of a task, or a list of ids.
@@ -66,7 +66,7 @@ class DelayingControl(Control):
     def purge(self, connection: Connection | None = None) -> int:
         """Discard all tasks of the application's queues, and cancel the tracked ones that wait.
 
-        Tasks that wait and are not tracked stay, and run when they are due.
+        Untracked tasks that wait stay, and run when they are due.
 
         Args:
             connection: As in Celery.
@@ -92,17 +92,21 @@ def _additions(part: Any) -> Sequence[Addition]:
 
 
 def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
-    """Tell all workers not to start tasks that they have received, as Celery alone does.
+    """Revoke tasks in all workers, without the registry.
 
-    This matters for the tasks that a worker holds at the moment. It is no error if workers cannot
-    be reached, or if the broker's user may not reach them: the registry knows.
+    This matters for tasks that a worker has received and holds. It is no error if workers cannot be
+    reached, or if the broker's user lacks the permission: the registry has the cancel.
     """
     try:
-        for start in range(0, len(task_ids), TOLD_AT_ONCE):
-            Control.revoke(app.control, task_ids[start : start + TOLD_AT_ONCE])
+        for start in range(0, len(task_ids), MAX_REVOKED):
+            Control.revoke(app.control, task_ids[start : start + MAX_REVOKED])
     except (AMQPError, OperationalError, OSError) as error:
         why = missing_permission(error) or error
-        logger.warning("The cancel counts, but workers that hold a task do not know of it: %s", why)
+        logger.warning(
+            "rabbitdelay cancel: recorded, but workers were not notified, so a task that one of "
+            "them holds may run: %s",
+            why,
+        )
 
 
 def status_of_workers(

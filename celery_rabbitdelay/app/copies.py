@@ -1,4 +1,4 @@
-"""Copies: the messages of a task's many calls, written like the one that Celery has made.
+"""Copies: messages of a task's further calls, written like the first one, which Celery made.
 
 This file is an optimization; a reader can skip it. The messages of a task's calls with the same
 options differ in id, arguments and due time only. Celery makes the first message, which is the
@@ -7,7 +7,7 @@ Celery can make the message.
 
 A message may be copied while Celery would make the same one: no setting, queue, route, attribute of
 the task or receiver of a signal has changed, and no function but Celery's own has a part in it.
-That is for plain sends, rows and members of groups, outside of a worker's task.
+Plain sends, rows and members of groups are copied, outside of a worker's task.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from celery_rabbitdelay.publishing.message import (
 )
 from celery_rabbitdelay.publishing.signature import signed
 
-#: The headers for the registry in which calls differ; all others are the same for all.
+#: The registry's headers that differ between calls; its other headers are the same for all.
 OWN_HEADERS: Final = (COPY, LIFE, KEY, ORDER)
 
 #: The options that are the same for all copies. Each is a text, a number or None.
@@ -71,11 +71,11 @@ PLAIN_TYPES: Final = (str, int, NoneType)
 #: All options of a plain send.
 PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "task_id"))
 
-#: The options that Celery gives all members of a group, and those that it gives each of them.
+#: The options that Celery gives all members of a group, and all options of a member.
 OF_GROUP: Final = ("group_id", "root_id", "parent_id", "reply_to")
 OF_MEMBER: Final = PLAIN.union(OF_GROUP, ("group_index", "producer", "add_to_parent"))
 
-#: How many templates are kept; then they are made anew. Each set of options has its own.
+#: The maximum number of templates, of which each set of options has its own; then all are dropped.
 MAX_TEMPLATES: Final = 256
 
 #: The headers that say where a message goes when it is due.
@@ -84,8 +84,8 @@ DESTINATION_HEADERS: Final = (header_names.EXCHANGE, header_names.ROUTING_KEY, h
 #: Headers set on the envelope, not on its items.
 RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, header_names.PRIORITY)
 
-#: Headers taken from the envelope if Celery built each message. No others are shared: receivers of
-#: signals may have given each message headers of its own.
+#: Headers that only the envelope has if Celery builds each message. All others stand in the items,
+#: because receivers of signals may have changed them.
 ENVELOPE_HEADERS: Final = frozenset(
     (*DESTINATION_HEADERS, header_names.DUE, header_names.SIGNATURE)
 )
@@ -117,7 +117,7 @@ def capture(
         task: The task, or its name.
         call: The call.
         options: Further options of ``apply_async``.
-        headers: The headers for the registry that all calls have.
+        headers: The registry's headers that all calls share.
         connection: The caller's own connection, which the message will be published over.
     """
     name = task if isinstance(task, str) else task.name
@@ -129,21 +129,21 @@ def capture(
 
 
 def function_to_send(app: celery.Celery, task: TaskOrName) -> Callable[..., Result]:
-    """Return what sends a task: its ``apply_async``, or ``send_task`` with its name."""
+    """Return the function that sends a task: ``apply_async``, or ``send_task`` for a name."""
     return partial(app.send_task, task) if isinstance(task, str) else task.apply_async
 
 
 class Template:
-    """Writes the messages of calls like that of a first one, of Celery's message protocol 2.
+    """Writes the messages of further calls like the first one, in Celery's message protocol 2.
 
     Args:
         first: The producer that has the message of the first call.
-        call: That call.
+        call: The first call.
         options: Further options of ``apply_async``.
 
     Attributes:
-        producer: The first call's: where its message goes, how the destination is declared, and how
-            long and how often it is tried.
+        producer: The producer of the first call, which knows the destination, its declaration, and
+            the policy for publishing.
         ignores_result: Celery's option ``ignore_result``.
         label: The queue, for metrics.
         can_write_again: Whether a call that was written as an item can be written as a message.
@@ -162,7 +162,7 @@ class Template:
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
         sizes, self._repr_depth = celery_internals.repr_limits(first.amqp.app)
         named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
-        # If the caller has given one of them, all messages share it.
+        # All messages share a text that the caller has given.
         self._reprs = {name: size for name, size in named if not options.get(name)}
         own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS}
         own.update(self._reprs, call.headers, {"root_id"} if self._has_root else ())
@@ -178,14 +178,14 @@ class Template:
             for name, value in message.properties.items()
             if name in MESSAGE_PROPERTIES and name not in ("application_headers", "correlation_id")
         }
-        #: Threads have a ``reply_to`` each.
+        #: One for each ``reply_to``: every thread has its own.
         self._encoder = lru_cache(maxsize=16)(self._make_encoder)
         self._json = JSONEncoder().encode
-        #: The end of each body, if it is JSON, which is then written faster; otherwise empty.
+        #: The end of every body, if it is JSON and can be written faster; otherwise empty.
         self._rest = ""
         if is_kombus_json(first.options.get("serializer")):
             self._rest = f", {self._json(first.body[2])}]"
-            # It may be compressed as well.
+            # The body may be compressed.
             if self._body(call) != first.delayed.message.body:
                 self._rest = ""
 
@@ -221,7 +221,7 @@ class Template:
         )[0]
 
     def _own_headers(self, call: Call) -> dict[str, Any]:
-        """Return the headers in which messages differ, without copies of others."""
+        """Return a call's own headers, as an item of an envelope has them."""
         own: dict[str, Any] = {"id": call.task_id}
         for name, max_length in self._reprs.items():
             value = call.args if name == "argsrepr" else call.kwargs
@@ -261,13 +261,13 @@ class Template:
         """Return a message with its own headers, signed if there is a key."""
         keys = self.producer.signing_keys
         if keys is not None:
-            said, _ = header_names.parse({**encoder.headers, **own})
+            parsed, _ = header_names.parse({**encoder.headers, **own})
             properties = {**encoder.properties, "correlation_id": correlation_id}
-            own[header_names.SIGNATURE] = keys.signature(body, properties, said)
+            own[header_names.SIGNATURE] = keys.signature(body, properties, parsed)
         return Content(encoder.encode(own, correlation_id), body)
 
     def item(self, call: Call) -> bytes:
-        """Return a call as it stands in an envelope: two blocks.
+        """Return a call as an item of an envelope, which is two blocks.
 
         Raises:
             InvalidEnvelope: An envelope cannot express it, but :meth:`content` can.
@@ -312,8 +312,8 @@ class Template:
 class TemplateByCelery(Template):
     """Lets Celery build each message; all go to the destination of the first one.
 
-    For calls of which receivers of the signals of publishing are told. The items of an envelope
-    share nothing but the destination: each has all headers and properties.
+    Used if receivers are connected to Celery's signals of publishing. The items of an envelope
+    share nothing but the destination: each item has all headers and properties.
 
     Args:
         first: As for :class:`Template`.
@@ -334,7 +334,7 @@ class TemplateByCelery(Template):
     ) -> None:
         super().__init__(first, call, options)
         self._capture = capture
-        # To make a message again would send the signals again.
+        # Making the message again would send the signals again.
         self._last = call.task_id, first.delayed.message
 
     def _message(self, call: Call) -> WaitingMessage:
@@ -347,11 +347,11 @@ class TemplateByCelery(Template):
         return signed(message, self.producer.signing_keys)
 
     def content(self, call: Call, reply_to: str | None = None) -> Content:
-        """Return the message of a call, which Celery makes unless it has already."""
+        """Return the message of a call; Celery makes it, but only once."""
         return Content.of(self._message(call).amqp())
 
     def item(self, call: Call) -> bytes:
-        """Return that message as it stands in an envelope: two blocks."""
+        """Return the message as an item of an envelope, which is two blocks."""
         message = self._message(call)
         headers = message.headers.to_headers()
         own = {name: value for name, value in headers.items() if name not in ENVELOPE_HEADERS}
@@ -415,7 +415,7 @@ class Copies:
     def _copy(
         self, task: TaskOrName, args: Args, kwargs: Kwargs, options: Options
     ) -> tuple[Template, Publication, TaskPipeline | None]:
-        """Return the message of a call, what it is a copy of, and the block that confirms it."""
+        """Return the template of a call, its message, and the block that confirms it."""
         delays, is_member = self._delays, "group_index" in options
         delay, countdown, eta = options.get("delay"), options.get("countdown"), options.get("eta")
         args, kwargs, task_id = args or (), kwargs or {}, options.get("task_id") or uuid()
@@ -446,7 +446,7 @@ class Copies:
         try:
             tolerance_ms = tolerance_milliseconds(options.get("tolerance", 0))
             due = delays.due(delay, countdown, eta, tolerance_ms)
-        except InvalidDelay as invalid:  # Celery may take it, where it sends without the levels
+        except InvalidDelay as invalid:  # Celery may take it without the levels
             raise _NotACopy from invalid
         if due.is_past:
             raise _NotACopy
@@ -459,7 +459,7 @@ class Copies:
             publication = template.publication(call, reply_to)
         except (RabbitDelayError, SoftTimeLimitExceeded):
             raise
-        except Exception as error:  # Celery tries once more, and raises its own error
+        except Exception as error:  # so that Celery raises its own error
             raise _NotACopy from error
         publication.context = PublishedTask(
             template.producer.name, task_id, due.at_ms, template.label
@@ -474,17 +474,17 @@ class Copies:
         headers: Mapping[str, object],
         connection: Connection | None,
     ) -> Template:
-        """Return the template of rows: one that is kept, or the message of the first row.
+        """Return the template of rows: a cached one, or one that is made from the first row.
 
         Args:
             task: The task, or its name.
             first: The call of the first row.
             options: The options of ``apply_async`` for all rows.
-            headers: The headers for the registry that all rows have.
+            headers: The registry's headers that all rows share.
             connection: The caller's own connection.
         """
         delays = self._delays
-        # Celery has an address for each thread, and an envelope one for all of its tasks.
+        # Celery has an address for each thread, and an envelope has one for all of its tasks.
         of_thread = {"reply_to": delays.app.thread_oid}
         if connection is None and not headers and options.keys() <= set(SHARED):
             with suppress(_NotACopy):
@@ -511,22 +511,22 @@ class Copies:
             task: The task, or its name.
             call: The call.
             shared: Its options of :data:`SHARED`.
-            of_group: Its options of :data:`OF_GROUP`; those of rows are the same for a thread.
+            of_group: Its options of :data:`OF_GROUP`; for rows, the ``reply_to`` of the thread.
             connection: The caller's own connection.
         """
         app = self._delays.app
         values = (*shared.values(), *of_group.values())
-        # A value of another type may be equal to one that Celery reads in another way.
+        # Values of other types may be equal, and yet Celery may read them differently.
         if app.current_worker_task is not None or any(
             type(each) not in PLAIN_TYPES for each in values
         ):
             raise _NotACopy
         known = celery_internals.registered_task(app, task) if isinstance(task, str) else task
-        # A group takes the place of the former one with the same task, and so do rows of a thread.
-        made_from = _made_from(app, known), of_group
+        # A group's template replaces that of the task's former group; rows of a thread likewise.
+        fingerprint = _message_fingerprint(app, known), of_group
         key = (task, *of_group, *shared.items())
         former = self._templates.get(key)
-        if former is None or former[0] != made_from:
+        if former is None or former[0] != fingerprint:
             template = None
             if self._may_copy(known):
                 options = {**shared, **of_group}
@@ -538,7 +538,7 @@ class Copies:
                 template.forget_arguments()
             if len(self._templates) >= MAX_TEMPLATES:
                 self._templates.clear()
-            former = self._templates[key] = made_from, template
+            former = self._templates[key] = fingerprint, template
         if former[1] is None:
             raise _NotACopy
         return former[1]
@@ -546,9 +546,9 @@ class Copies:
     def _may_copy(self, task: Any) -> bool:
         """Return whether Celery makes a task's messages from data alone.
 
-        Not if a function of somebody else's has a part in it: a router, a receiver of a signal, a
-        subclass, or what a library has wrapped Celery's functions in. Not with an event for each
-        message either, nor in Celery's message protocol 1.
+        False if foreign code takes part: a router, a receiver of a signal, a subclass, or a
+        library's wrapper around Celery's functions. Also false if Celery sends an event with each
+        message, and in Celery's message protocol 1.
 
         Args:
             task: The task; None for one that the application does not know.
@@ -569,7 +569,7 @@ class Copies:
             and type(router) is Router
             and all(type(each) is MapRoute for each in getattr(router, "routes", ()))
             and all(map(_is_celerys, functions))
-            # That of the results by RPC publishes.
+            # The hook of the backend for RPC publishes.
             and not type(app.backend).__module__.endswith(".rpc")
             and _definers(app, "send_task")[1:] == [celery.Celery]
             and (task is None or _is_plain(task))
@@ -600,11 +600,11 @@ _OF_A_TASK: Final = (
 )
 
 
-def _made_from(app: Any, task: Any) -> tuple[object, ...]:
+def _message_fingerprint(app: Any, task: Any) -> tuple[object, ...]:
     """Return a fingerprint of everything that shapes a message, in a few microseconds.
 
-    Not seen is what is changed within a value of the configuration, which Celery has read already,
-    and what a router or a receiver does: see :meth:`Copies._may_copy`.
+    It misses changes within a value of the configuration, which Celery has read already, and the
+    effects of routers and receivers, which :meth:`Copies._may_copy` rules out.
 
     Args:
         app: The application.
@@ -626,7 +626,7 @@ def _made_from(app: Any, task: Any) -> tuple[object, ...]:
 
 
 def _is_publishing_watched(app: celery.Celery) -> bool:
-    """Return whether receivers of signals, or events, get each message that Celery publishes."""
+    """Return whether publishing a message calls receivers of signals, or sends an event."""
     return any(signal.receivers for signal in _SIGNALS) or bool(app.conf.task_send_sent_event)
 
 
@@ -643,7 +643,7 @@ def _is_plain(task: Any) -> bool:
 
 
 def _definers(instance: object, name: str) -> list[object]:
-    """Return what defines a function: perhaps the instance, and classes, in their order."""
+    """Return the instance and its classes as far as they define a function, in their order."""
     return [each for each in (instance, *type(instance).__mro__) if name in vars(each)]
 
 

@@ -1,7 +1,7 @@
-"""What an application names: where check-in and distribution may publish, and where they never do.
+"""Where check-in and distribution may publish, by the application's configuration.
 
-Read once, when a worker or a command starts. Not ``app.amqp.queues``, which grows with every queue
-that the application sends to.
+This is read once, when a worker or a command starts. ``app.amqp.queues`` does not count, since it
+grows with every queue that the application sends to.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kombu.common import Broadcast
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.modules.limits import AllowedDestinations
 
-#: Names of queues and exchanges that never get a message: those of the broker, those by which
-#: workers are controlled and answer, and those of events.
+#: Queues and exchanges that no module publishes to: the broker's own, those of Celery's remote
+#: control and its replies, and those of events.
 NEVER: Final = ("amq.*", "*.pidbox", "celeryev", "celeryev.*")
 
-#: The end of the name of a worker's queue for a broadcast, or of a receiver's queue for events, and
-#: the pattern for it.
+#: The UUID that ends the name of a worker's queue for a broadcast, or of a receiver's queue for
+#: events, and a pattern for any UUID.
 _UUID: Final = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 _ANY_UUID: Final = "-".join("?" * length for length in (8, 4, 4, 4, 12))
 
 
 def checkin_destinations(app: DelayingCelery) -> AllowedDestinations:
-    """Return where check-in may publish: the setting, or the queues of ``task_queues``.
+    """Return where check-in may publish: by the setting, or to the queues of ``task_queues``.
 
     Args:
         app: The application.
@@ -45,11 +45,10 @@ def checkin_destinations(app: DelayingCelery) -> AllowedDestinations:
 
 
 def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
-    """Return where distribution may publish, by the setting or by what the application names.
+    """Return where distribution may publish, by the setting or by all of the configuration.
 
     Args:
-        app: The application. In a worker, the queues that it
-            consumes from at its start are among those that it names.
+        app: The application. In a worker, the queues that it consumes from at its start count too.
     """
     patterns = app.rabbitdelay.settings.distribution_allowed
     if patterns is not None:
@@ -70,10 +69,10 @@ def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
 
 
 def configured_destinations(app: DelayingCelery) -> AllowedDestinations:
-    """Return what the configuration names.
+    """Return the destinations that the configuration names.
 
     These are the queues of ``task_queues``, ``task_routes`` and the tasks, with their exchanges,
-    and what ``rabbitdelay_checkin_allowed`` names.
+    and the names in ``rabbitdelay_checkin_allowed``.
 
     Args:
         app: The application.
@@ -88,7 +87,7 @@ def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
     """Return the queues that the configuration names, by their names."""
     queues = app.amqp.Queues(app.conf.task_queues)
     for name in {app.conf.task_default_queue, *_named(app)}:
-        # It makes the queue as Celery does, unless task_create_missing_queues is off.
+        # Makes the queue, as Celery does, unless task_create_missing_queues is off.
         with suppress(KeyError):
             queues[name]
     made: Mapping[str, Queue] = queues
@@ -96,17 +95,16 @@ def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
 
 
 def _never(allowed: AllowedDestinations, app: DelayingCelery) -> AllowedDestinations:
-    """Return the same without what no module ever publishes to.
+    """Exclude the destinations that no module ever publishes to.
 
-    It publishes neither to the levels and their modules, nor to what the broker has of its own, nor
-    to Celery's remote control, its replies and its events, as the application's settings name them.
+    These are the levels and their modules, the broker's own names, and the names that the settings
+    give Celery's remote control, its replies and its events.
     """
     conf, topology = app.conf, app.rabbitdelay.settings.topology
     names = {conf.event_exchange, conf.result_exchange}
     names.update(exchange.name for exchange in topology.all_exchanges)
     names.update(queue.name for queue in (*topology.queues, topology.probe))
-    # So Celery names the queue of each receiver of events; the application may have others of the
-    # same prefix.
+    # Celery's name for a receiver's queue for events; other queues may have the same prefix.
     events = f"{escape(conf.event_queue_prefix)}.{_ANY_UUID}"
     return replace(allowed, never=frozenset(names), never_patterns=(*NEVER, events))
 

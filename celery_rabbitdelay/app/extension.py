@@ -84,7 +84,7 @@ def _beat_starts(sender: Service, **_: object) -> None:
 
 beat_init.connect(_beat_starts, weak=False)
 
-#: How many coroutines send at the same time, each in a thread, if ``broker_pool_limit`` says none.
+#: The number of threads that send for coroutines, if ``broker_pool_limit`` is not set.
 MAX_THREADS: Final = 10
 
 
@@ -105,14 +105,14 @@ class RabbitDelay(Added, Delays):
         Connects like a send and publishes a message that reaches no queue: RabbitMQ has to answer
         in time, and must not block publishers. It does not look into the levels' queues. With
         ``rabbitdelay_declare = "never"``, the levels have to exist; otherwise, the first send
-        declares them. A broker that is not RabbitMQ is only connected to.
+        declares them. With any other broker than RabbitMQ, it only connects.
 
         Args:
             timeout: Seconds that it may take.
 
         Raises:
             PublishError: A send would raise the same.
-            NoPublisherFree: All connections of the pool were in use for all of that time.
+            NoPublisherFree: All connections of the pool were in use for ``timeout`` seconds.
             TopologyIncomplete: The levels do not exist, and must not be declared.
         """
         if not self.available:
@@ -129,7 +129,7 @@ class RabbitDelay(Added, Delays):
         ):
             left = max(timeout - (time.monotonic() - began), MIN_TIMEOUT)
             publisher.publish(
-                # RabbitMQ holds a message back, if it blocks publishers, only for its body.
+                # When RabbitMQ blocks publishers, it stops reading at the body of a message.
                 Publication.of(amqp.Message(b"check"), lambda: (marker, "")),
                 PublishPolicy(left, resends=1),  # an idle connection may be lost
                 declare=complete if self.settings.declare == "never" else None,
@@ -139,29 +139,31 @@ class RabbitDelay(Added, Delays):
         """Return whether the broker blocks publishers (memory or disk alarm): nothing can be sent.
 
         Args:
-            timeout: Seconds that the broker may take to answer; it says so at once.
+            timeout: Seconds that the broker may take to answer; a blocking one answers at once.
         """
         try:
             self.check(timeout)
         except exceptions.ConnectionBlocked:
             return True
         except (exceptions.RabbitDelayError, OperationalError):
-            pass  # the caller reports a broker that is away
+            pass  # the caller reports an unreachable broker
         return False
 
     def pipeline(self) -> AbstractContextManager[None]:
-        """Let the delayed sends of a block not wait for their confirms; its end does.
+        """Send tasks within a block without waiting for confirms; the end of the block waits.
 
         In the block, a delayed send by any of Celery's ways writes its message and returns. At most
-        ``rabbitdelay_max_unconfirmed`` are unconfirmed. A send with ``key``, ``job`` or ``track``,
-        a ``retry``, and a send over the caller's own connection are confirmed before they return.
-        Sends of other threads and coroutines do not belong to it; a block within a block is part of
-        that one. If the block raises, what was sent is confirmed as well, and what is not is told
-        by a :class:`.TasksNotConfirmed` at the end of the error's chain of causes.
+        ``rabbitdelay_max_unconfirmed`` messages are unconfirmed. A send with ``key``, ``job`` or
+        ``track``, a ``retry``, and a send over the caller's own connection are confirmed before
+        they return.
+        Sends of other threads and coroutines do not belong to the block; a nested block is part of
+        the outer one. If the block raises, its end waits for the confirms as well; a
+        :class:`.TasksNotConfirmed` at the end of the error's chain of causes names the tasks that
+        are not confirmed.
 
         Raises:
-            TasksNotConfirmed: Some tasks are not confirmed; the error names them. Those whose send
-                has raised are not among them.
+            TasksNotConfirmed: Some tasks are not confirmed; the error names them, except the tasks
+                whose send has raised.
         """
         return open_pipeline(self)
 
@@ -172,11 +174,11 @@ class RabbitDelay(Added, Delays):
         kwargs: Kwargs = None,
         **options: object,
     ) -> Result:
-        """Send a task from a coroutine: ``apply_async`` in a thread; the event loop goes on.
+        """Send a task from a coroutine, by ``apply_async`` in a thread.
 
-        As many run at the same time as ``broker_pool_limit`` says; further ones wait for a thread,
-        and the wait counts towards the timeout. If this is cancelled before a thread has begun,
-        nothing is sent. After that, the thread goes on, and the task may arrive.
+        At most ``broker_pool_limit`` sends run at the same time; further ones wait for a thread,
+        and the wait counts towards the timeout. If the coroutine is cancelled before its thread has
+        begun, nothing is sent. After that, the thread goes on, and the task may arrive.
 
         Args:
             task: The task, or its name.
@@ -186,7 +188,7 @@ class RabbitDelay(Added, Delays):
 
         Raises:
             NoPublisherFree: No thread was free within the timeout. Nothing was sent.
-            Exception: What ``apply_async`` raises.
+            Exception: Any error of ``apply_async``.
         """
         own, _ = without_stamps(options)
         timeout = own.get("confirm_timeout")
@@ -236,8 +238,8 @@ class RabbitDelay(Added, Delays):
             rows: A :class:`~celery_rabbitdelay.Row`, or a mapping of its fields, for each call.
                 A generator is read as rows are sent, never as a whole. A delay counts from the
                 moment when its row is taken.
-            tolerance: Seconds, or a timedelta, that each may start later if that saves stops or
-                fills envelopes.
+            tolerance: Seconds, or a timedelta, by which a task may start late if that saves stops
+                or fills envelopes.
             envelopes: Whether rows share messages. None: if ``rabbitdelay_modules`` has
                 distribution.
             progress: Called with the report every half second, and at the end.
@@ -246,11 +248,11 @@ class RabbitDelay(Added, Delays):
                 ``headers``, ``expires``, ...
 
         Returns:
-            The report on what was sent.
+            The report.
 
         Raises:
-            UnknownOption: An option belongs to each row, such as ``delay``; or it is a producer.
-            RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
+            UnknownOption: An option belongs to a row, such as ``delay``, or it is a producer.
+            RegistryRequired: ``key``, ``job``, ``once`` or ``track`` is given without a registry.
             RowsNotConfirmed: Some rows are not confirmed; the error names them. After 1,000 of
                 them, or if the broker cannot be reached, no further rows are taken.
             NeedsDistribution: Envelopes, or the options, need distribution, which no worker serves.
@@ -278,7 +280,7 @@ class RabbitDelay(Added, Delays):
     def bind_declared_queue(self, queue_name: str, message_count: int, consumer_count: int) -> None:
         """Bind a queue that was just declared to the levels: kombu's ``on_declared``.
 
-        An exclusive queue is left alone: only the connection that declared it can bind it.
+        An exclusive queue is skipped: only the connection that declared it can bind it.
         """
         queue = self.app.amqp.queues.get(queue_name)
         if queue is not None and queue.exclusive:

@@ -28,7 +28,7 @@ Labels: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, eq=False)
 class Instrument:
-    """An instrument, or a metric in Prometheus's words.
+    """An instrument, which Prometheus calls a metric.
 
     Attributes:
         name: Its name without :data:`PREFIX`, and without the ``_total`` of Prometheus's counters.
@@ -75,8 +75,8 @@ RESENT: Final = counter(
 LATENESS: Final = Instrument(
     "lateness_seconds",
     "histogram",
-    "Seconds from the due time of a delayed task until a worker gave it to Celery to run; what it "
-    "was held for does not count.",
+    "Seconds from the due time of a delayed task until a worker gave it to Celery to run, without "
+    "the time for which it was held.",
     buckets=(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0),
 )
 EARLY: Final = counter(
@@ -117,7 +117,7 @@ class Recorder:
             self.metrics.record(values, *labels)
 
     def record_send(self, task: str, queue: str, is_confirmed: bool, resent: int) -> None:
-        """Count one task that was published, or that could not be.
+        """Count one send, with its outcome.
 
         Args:
             task: The task's name.

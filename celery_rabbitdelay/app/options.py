@@ -25,7 +25,7 @@ Kwargs: TypeAlias = Mapping[str, object] | None
 #: The options of a send by their names: what ``apply_async`` and ``send_task`` take.
 Options: TypeAlias = Mapping[str, Any]
 
-#: Options in a dict that a function may change, because it has made the dict.
+#: A function's own dict of options, which it may change.
 OwnOptions: TypeAlias = dict[str, Any]
 
 #: The result of a task.

@@ -1,8 +1,8 @@
-"""The rows of ``send_many``, the report on what was sent, and grouping rows into envelopes.
+"""The rows of ``send_many``, its report, and the grouping of rows into envelopes.
 
 Rows that are due in the same tick travel in one envelope. With a tolerance, the delay is rounded up
 to a multiple of the largest place value that has one in [delay, delay + tolerance], so that many
-rows share it. The due time is then an instant, which does not move while rows wait for others.
+rows share it. The due time is then an instant, which does not move while rows wait for their group.
 Opens no connection.
 """
 
@@ -54,9 +54,9 @@ class Report:
         sent: The number of rows that were published, with a confirm or without.
         confirmed: The number of these rows that the broker has confirmed.
         resent: How often a message was published again.
-        messages: How many messages were confirmed, envelopes among them.
-        envelopes: How many messages that hold several rows were confirmed.
-        seconds: How long it has taken.
+        messages: The number of confirmed messages, including envelopes.
+        envelopes: The number of confirmed messages that hold several rows.
+        seconds: How many seconds it has taken.
         errors: The number of rows that were not confirmed, by the name of the error.
     """
 
@@ -95,8 +95,8 @@ def row_of(given: Mapping[str, object]) -> Row:
 class WrittenRows:
     """Rows that are due in the same tick, as :meth:`.Template.item` writes them.
 
-    ``send_many`` writes the first row again. If the bytes differ, because the application has
-    another serializer for example, ``send_many`` reads all rows and writes each of them.
+    ``send_many`` writes the first row again as a check. If the bytes differ, because the
+    application has another serializer for example, it reads all rows and writes them again.
 
     Attributes:
         items: The bytes of all rows.
@@ -152,10 +152,10 @@ MAX_GROUP_BYTES: Final = 2**20
 #: Maximum bytes in all groups together.
 MAX_TOTAL_BYTES: Final = 80 * 2**20
 
-#: The bytes that a message in a group takes in addition to its own.
+#: The bytes of memory that a grouped message takes in addition to its own.
 MESSAGE_OVERHEAD: Final = 64
 
-#: A message waits for others for at most this many milliseconds, and at most its delay divided by
+#: A message waits for its group at most this many milliseconds, and at most its delay divided by
 #: this number.
 MAX_WAIT_MS: Final = 10_000
 WAIT_DIVISOR: Final = 10
@@ -168,7 +168,7 @@ class Group:
     Attributes:
         due: When all of them are due.
         first: The first call.
-        items: The bytes of all messages, as they stand in an envelope.
+        items: The bytes of all messages, as items of an envelope.
         rows: The numbers of their rows.
     """
 
@@ -183,7 +183,7 @@ class Grouper:
 
     Args:
         layout: The levels that they wait in.
-        write: Returns the message of a call as it stands in an envelope.
+        write: Returns the message of a call as an item of an envelope.
         max_bytes: Bytes of messages that complete a group; :data:`MAX_GROUP_BYTES` do in any case.
     """
 
@@ -249,7 +249,7 @@ class Grouper:
         return group
 
     def flush(self) -> Iterator[Group]:
-        """Yield all groups, and start with none."""
+        """Yield all groups, and start again without any."""
         groups, self._groups, self._total_bytes = self._groups, {}, 0
         while groups:
             yield groups.popitem()[1]

@@ -71,15 +71,16 @@ NO_PART_IN_ROWS: Final = (
 
 GivenT = TypeVar("GivenT")
 
-#: A checked element of the caller's iterable: one call, or many calls that are written already.
+#: A checked element of the caller's iterable: one call, or many written ones.
 Work: TypeAlias = "Call | WrittenRows"
 
 
 class Sending:
-    """Takes the caller's rows, and returns a report on them at the end.
+    """Takes the caller's rows, and reports on them.
 
-    If the iterable of rows raises, that error is raised once every row before it is confirmed or
-    has an error of its own; in the latter case its cause is a :class:`.RowsNotConfirmed`.
+    If the caller's iterable raises, its error is raised at the end, once every row before it has
+    its outcome. If some of these rows are not confirmed, the error's cause is a
+    :class:`.RowsNotConfirmed`.
 
     Args:
         progress: Called with the report, every half second and at the end.
@@ -104,7 +105,7 @@ class Sending:
         self.next_progress = self._began + PROGRESS_INTERVAL
 
     def take(self, rows: Iterable[GivenT]) -> Iterator[tuple[int, GivenT]]:
-        """Yield rows, each with its number, or with that of the first of many."""
+        """Yield rows with their numbers, :class:`.WrittenRows` with that of their first row."""
         try:
             for given in rows:
                 if self.stops_taking:
@@ -159,17 +160,17 @@ class RowSender(Sending):
     """Sends one task for many rows.
 
     The messages are copies of a template, and differ in ids, arguments and due times only. The
-    template is that of an earlier send, or the message that Celery makes of the first row with its
-    options, router and signals. If a receiver is connected to one of the signals of publishing,
+    template is kept from an earlier send, or Celery makes it from the first row, with its options,
+    router and signals. If a receiver is connected to one of the signals of publishing,
     Celery makes the message of each row.
 
-    An error of one row does not concern the other rows.
+    An error of one row does not affect the other rows.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
         connection: The caller's own connection; None for one of the pool's.
         task: The task, or its name.
-        tolerance_ms: How many milliseconds later each may start.
+        tolerance_ms: The milliseconds by which a task may start late.
         envelopes: Whether rows that are due in the same tick travel in one message.
         progress: Called with the report, every half second and at the end.
         options: Further options of ``apply_async``, for all rows.
@@ -209,7 +210,7 @@ class RowSender(Sending):
             name: each for name, each in own.items() if name not in additions.options
         } | stamps
         self._ids = _random_ids()
-        #: The figures that the metrics have counted already.
+        #: The figures that are in the metrics already.
         self._counted: Counter[Instrument] = Counter()
 
     def send(self, rows: Iterable[Given]) -> Report:
@@ -323,10 +324,10 @@ class RowSender(Sending):
         yield from grouper.flush()
 
     def _ready_group(self, number: int, written: WrittenRows) -> Group | None:
-        """Return written rows as a group; None if each of them has to be written again.
+        """Return written rows as a group; None if they have to be written again.
 
-        That is the case if this application writes other bytes, if an addition needs each row
-        (tracked tasks), or if the group is larger than a message may be.
+        They have to be if this application writes other bytes, if an addition needs every row
+        (tracked tasks), or if the group is too large for a message.
         """
         template = self._template
         is_ready = self._envelopes and template.can_write_again
@@ -341,7 +342,7 @@ class RowSender(Sending):
         return Group(first.due, first, bytearray(written.items), numbers)
 
     def _add(self, grouper: Grouper, number: int, call: Call) -> Sequence[Group]:
-        """Put a call into a group; return the groups that wait no longer."""
+        """Put a call into a group; return the groups that are ready."""
         if not self._envelopes:
             return [Group(call.due, call, rows=[number])]
         try:
@@ -358,7 +359,7 @@ class RowSender(Sending):
         return ready
 
     def _publication(self, group: Group) -> Publication | None:
-        """Return the message of a group; None if making it fails, which is an error of its rows."""
+        """Return the message of a group; None if it cannot be made, so that its rows fail."""
         first, rows, due = group.first, group.rows, group.due
         template, producer = self._template, self._template.producer
         is_alone = not group.items or (len(rows) == 1 and template.can_write_again)
@@ -401,7 +402,7 @@ class RowSender(Sending):
             self.report_progress()
 
     def _count(self, is_end: bool = False) -> None:
-        """Count the rows since the last call; at the end, rows without a confirm are refused."""
+        """Count the rows since the last call; at the end, unconfirmed rows count as refused."""
         sent, confirmed = self.report.sent, self.report.confirmed
         present = Counter({instruments.SENT: sent, instruments.CONFIRMED: confirmed})
         present[instruments.RESENT] = self.report.resent
@@ -412,7 +413,7 @@ class RowSender(Sending):
 
 
 def _random_ids() -> Iterator[str]:
-    """Yield random UUIDs (RFC 9562, version 4); :mod:`uuid` asks the system for each of them."""
+    """Yield random UUIDs (RFC 9562, version 4); :mod:`uuid` needs a system call for each."""
     while True:
         digits = os.urandom(16 * 256).hex()
         for begin in range(0, len(digits), 32):
@@ -421,7 +422,7 @@ def _random_ids() -> Iterator[str]:
             yield f"{d[:8]}-{d[8:12]}-4{d[13:16]}-{variant}{d[17:20]}-{d[20:]}"
 
 
-#: Errors that concern one row only: the other rows are sent.
+#: Errors of a single row: the other rows are sent.
 ROW_ERRORS: Final = (
     exceptions.RabbitDelayError,
     EncodeError,
@@ -446,7 +447,7 @@ def send_one_by_one(
         task: The task, or its name.
         rows: The rows.
         progress: Called with the report, every half second and at the end.
-        tolerance: How much later each may start.
+        tolerance: Seconds, or a timedelta, by which a task may start late.
         options: Further options of ``apply_async``, for all rows.
 
     Raises:

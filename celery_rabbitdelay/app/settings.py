@@ -1,4 +1,4 @@
-"""The ``rabbitdelay_*`` keys of the Celery configuration: what they mean and what they take.
+"""The ``rabbitdelay_*`` keys of the Celery configuration: their meanings and their values.
 
 The kernel's settings form one group, and the settings of each addition another one.
 """
@@ -34,15 +34,15 @@ ValueT = TypeVar("ValueT")
 #: The beginning of all our keys.
 PREFIX: Final = "rabbitdelay_"
 
-#: Seconds; no tick and no timeout is longer.
+#: The longest tick and the longest timeout, in seconds.
 A_YEAR: Final = 366 * 86_400
 
 
 class SettingType(NamedTuple):
-    """What a setting takes.
+    """The values that a setting takes.
 
     Attributes:
-        takes: In words, for the error.
+        takes: The values in words, for errors.
         accepts: Returns whether the setting takes a value.
         shown: Returns a value, valid or not, as errors and logs may show it.
     """
@@ -58,7 +58,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def whole_number(maximum: int) -> SettingType:
-    """Return what takes a whole number from 1 to a maximum."""
+    """Return the type of whole numbers from 1 to a maximum."""
     return SettingType(
         f"a whole number from 1 to {maximum}",
         lambda value: isinstance(value, int) and is_number(value) and 1 <= value <= maximum,
@@ -66,7 +66,7 @@ def whole_number(maximum: int) -> SettingType:
 
 
 def hidden(value: object) -> object:
-    """Return what is shown instead of a secret."""
+    """Return the text that is shown instead of a secret."""
     return HIDDEN if value else value
 
 
@@ -82,11 +82,11 @@ SECONDS: Final = SettingType(
 class SettingsGroup:
     """Settings that belong together; each attribute is the key without ``rabbitdelay_``.
 
-    A subclass is a frozen dataclass, whose fields have a default, and are annotated with the
-    :class:`SettingType` unless they are a bool or a ``Literal``.
+    A subclass is a frozen dataclass. Each field has a default, and a :class:`SettingType` in its
+    annotation unless it is a bool or a ``Literal``.
 
     Raises:
-        InvalidSetting: A value that a setting does not take.
+        InvalidSetting: A value is invalid.
     """
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class SettingsGroup:
 
     @classmethod
     def checked(cls, key: str, value: ValueT) -> ValueT:
-        """Return a value that a call or a command line gives instead of a setting.
+        """Check a value that a call or a command line gives instead of a setting; return it.
 
         Args:
             key: The setting's key, with or without ``rabbitdelay_``, as the error names it.
@@ -110,7 +110,7 @@ class SettingsGroup:
         return value
 
     def check_beside(self, groups: Groups) -> None:
-        """Refuse what does not fit to the settings of other groups; called once all are read.
+        """Refuse settings that conflict with other groups; called once all groups are read.
 
         Args:
             groups: The groups that have a key in the configuration, by their classes.
@@ -138,7 +138,7 @@ _TYPES: Final[dict[type[SettingsGroup], dict[str, SettingType]]] = {}
 
 
 def setting_types(group: type[SettingsGroup]) -> dict[str, SettingType]:
-    """Return what each setting of a group takes, by its name."""
+    """Return the type of each setting of a group, by the setting's name."""
     if group not in _TYPES:
         hints = typing.get_type_hints(group, include_extras=True)
         types = {each.name: _type_of(hints[each.name], each.default) for each in fields(group)}
@@ -147,7 +147,7 @@ def setting_types(group: type[SettingsGroup]) -> dict[str, SettingType]:
 
 
 def _type_of(hint: Any, default: object) -> SettingType:
-    """Return what a setting takes: by its type, or as its annotation says; also a default None."""
+    """Return the type of a setting by its annotation; if its default is None, None is valid."""
     if hint is bool:
         return FLAG
     if typing.get_origin(hint) is Literal:
@@ -225,7 +225,7 @@ def _known_modules() -> tuple[str, ...]:
     return CHECK_IN, DISTRIBUTE, *additions.services
 
 
-#: All of them that are installed.
+#: The modules that are installed.
 _INSTALLED_MODULES: Final = tuple(
     name
     for name in _known_modules()
@@ -255,7 +255,7 @@ class Settings(SettingsGroup):
     """The kernel's settings; each attribute is the key without ``rabbitdelay_``.
 
     Raises:
-        InvalidSetting: A value that a setting does not take.
+        InvalidSetting: A value is invalid.
     """
 
     #: The first part of every name on the broker.
@@ -278,26 +278,26 @@ class Settings(SettingsGroup):
     #: always do.
     takeover: bool = True
 
-    #: "auto": whoever first needs the topology declares it. "never": operators do, and bind every
-    #: destination to the delivery exchange as well.
+    #: "auto": the first process that needs the topology declares it. "never": operators declare it,
+    #: and bind every destination to the delivery exchange.
     declare: Declare = "auto"
 
-    #: How many queues each digit has. Each has a leader of its own, on another node of a cluster,
-    #: so that more can come due in a second.
+    #: The number of queues for each digit. On a cluster, their leaders are on different nodes, so
+    #: that more tasks can come due in a second.
     shards: Annotated[int, whole_number(MAX_SHARDS)] = 1
 
     #: Seconds until a missing confirm becomes an error.
     confirm_timeout: Annotated[float, SECONDS] = 30.0
 
-    #: Seconds. A task that leaves the levels earlier than that, by the clock of the worker that
-    #: receives it, goes back into them for the rest.
+    #: A task that arrives more than this many seconds early, by the clock of its worker, goes back
+    #: into the levels for the rest.
     early_tolerance: Annotated[float, SECONDS] = 1.0
 
-    #: How many messages a module, or ``send_many``, has in flight, unconfirmed, at the most.
+    #: The maximum number of unconfirmed messages that a module, or ``send_many``, has in flight.
     max_unconfirmed: Annotated[int, whole_number(MAX_PREFETCH)] = 1000
 
-    #: Which modules the workers serve. A producer whose setting lacks one refuses what only that
-    #: one could deliver.
+    #: The modules that workers serve. A producer whose setting lacks a module refuses tasks that
+    #: only this module could deliver.
     modules: Annotated[Sequence[str], _MODULES] = _INSTALLED_MODULES
 
     #: The names of the queues and exchanges that check-in may reach; ``*`` and ``?`` stand for any
@@ -318,20 +318,20 @@ class Settings(SettingsGroup):
     #: signs, and all verify. None: nothing is signed.
     signing_key: Annotated[str | Sequence[str] | None, _SIGNING_KEY] = None
 
-    #: Whether, with a key, distribution refuses what has no valid signature.
+    #: Whether distribution refuses messages without a valid signature, if there is a key.
     signing_required: bool = True
 
-    #: The largest message, in bytes of its body, that check-in and distribution take; also of the
-    #: messages in an envelope. A larger one is undeliverable.
+    #: The maximum bytes of a message's body, also of one in an envelope, that check-in and
+    #: distribution take. A larger message is undeliverable.
     max_message_bytes: Annotated[int, whole_number(MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
 
-    #: Seconds during which a due message that its destination does not take is tried again, with
-    #: growing pauses. After that, or at once with 0, it is undeliverable.
+    #: Seconds for which a due message is retried, with growing pauses, if its destination refuses
+    #: it. After that, or at once with 0, it is undeliverable.
     retry_for: Annotated[float, _RETRY_FOR] = 86_400.0
 
     #: The names of queues that may refuse a message, with ``*`` and ``?``. Their messages go
-    #: through distribution, so that a refusal holds up no others. Queues that the application
-    #: declares with a bound and ``reject-publish`` are known to.
+    #: through distribution, so that a refusal holds up no other messages. Queues that the
+    #: application declares with a bound and ``reject-publish`` need not be named.
     may_refuse: Annotated[Sequence[str], _NAMES] = ()
 
     @classmethod
@@ -340,7 +340,7 @@ class Settings(SettingsGroup):
 
         Args:
             configuration: ``app.conf``, or any mapping.
-            namespace: ``app.namespace``: what Django's settings put before each key.
+            namespace: ``app.namespace``: the prefix of Celery's keys in Django's settings.
 
         Raises:
             InvalidSetting: As :func:`.read_settings`.
@@ -366,7 +366,7 @@ class Settings(SettingsGroup):
 
     @cached_property
     def signing_keys(self) -> SigningKeys | None:
-        """What signs and verifies messages; None without a key."""
+        """The keys that sign and verify messages; None if there are none."""
         return None if self.signing_key is None else SigningKeys(self.signing_key)
 
     @property
@@ -383,7 +383,7 @@ class Settings(SettingsGroup):
         }
 
     def check_delay(self, due: Due) -> None:
-        """Refuse a delay that is too long for what workers serve.
+        """Refuse a delay that is too long for the modules that workers serve.
 
         Raises:
             DelayTooLong: It is above the layout's capacity, and ``modules`` lacks check-in.
@@ -412,14 +412,13 @@ def read_settings(configuration: Mapping[str, object], namespace: str | None = N
 
     Args:
         configuration: ``app.conf``, or any mapping.
-        namespace: ``app.namespace``: what Django's settings put before each key.
+        namespace: ``app.namespace``: the prefix of Celery's keys in Django's settings.
 
     Returns:
-        The kernel's group, and those of the additions that have a key in the configuration.
+        The kernel's group, and the groups of the additions that have a key in the configuration.
 
     Raises:
-        InvalidSetting: A key that does not exist, one that Celery does not read, or a value that it
-            does not take.
+        InvalidSetting: A key is unknown, or Celery does not read it, or its value is invalid.
     """
     keys = _keys(configuration, namespace)
     by_group: dict[type[SettingsGroup], dict[str, str]] = {Settings: {}}
@@ -430,7 +429,7 @@ def read_settings(configuration: Mapping[str, object], namespace: str | None = N
         try:
             groups[group] = group(**{name: configuration[key] for name, key in own.items()})
         except InvalidSetting as wrong:
-            # As the user has written it, for example CELERY_RABBITDELAY_TICK in Django's settings.
+            # The key as the user wrote it, such as CELERY_RABBITDELAY_TICK in Django's settings.
             key = keys.get(wrong.key.removeprefix(PREFIX), wrong.key)
             raise InvalidSetting(key, wrong.value, wrong.takes) from wrong.__cause__
     for each in groups.values():
@@ -465,7 +464,7 @@ def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[st
         elif name in known:
             read[name] = key
         else:
-            # Without its value: the key may be meant to be one of a secret.
+            # The value is hidden, since the key may be a misspelt one of a secret.
             close = get_close_matches(name, known, 1)
             meant = f"there are {', '.join(PREFIX + each for each in known)}"
             if close:
@@ -481,14 +480,14 @@ def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[st
 
 
 def _name_in(key: object, starts: tuple[str, ...]) -> str | None:
-    """Return the name of the setting whose key this is, behind one of these starts; or None."""
+    """Return the name of a setting by its key, without the prefix; None for any other key."""
     if not isinstance(key, str):
         return None
     return next((key.removeprefix(each).lower() for each in starts if key.startswith(each)), None)
 
 
 def _key_of(name: str, namespace: str | None) -> str:
-    """Return the key of a setting. It is in capitals where the namespace is, as in Celery."""
+    """Return the key of a setting, in capitals if the namespace is, as in Celery."""
     if not namespace:
         return PREFIX + name
     key = f"{namespace.rstrip('_')}_{PREFIX}{name}"

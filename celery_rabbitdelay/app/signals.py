@@ -1,8 +1,8 @@
 """Signals about delayed tasks, to be connected to as Celery's own are.
 
-Each is sent in the process in which it happens, with the application as ``sender`` and these
-arguments: ``task_id`` (str), ``due`` (an aware datetime, or None where it is not known), and
-``lateness``, seconds from due to now (negative before, None where due is not known)::
+Each is sent in the process where it happens, with the application as ``sender`` and these
+arguments: ``task_id`` (str), ``due`` (an aware datetime, or None if it is unknown), and
+``lateness``, seconds from due to now (negative if the task is early, None if ``due`` is None)::
 
     from celery_rabbitdelay import signals
 
@@ -46,8 +46,8 @@ superseded: Final = _signal("superseded")
 #: A delayed task has left the levels and is about to run; in the worker.
 released: Final = _signal("released")
 
-#: An occurrence of a schedule does not run: it is too late, its schedule is paused, or another run
-#: still goes; in the worker.
+#: An occurrence of a schedule does not run: it is too late, its schedule is paused, or an earlier
+#: occurrence is still running; in the worker.
 skipped: Final = _signal("skipped")
 
 #: A task does not run because its job was aborted, or was not committed in time; in the worker.
@@ -61,7 +61,7 @@ def send(signal: Signal, app: celery.Celery, task_id: str, due_ms: object) -> No
         signal: The signal.
         app: The application.
         task_id: The task's id.
-        due_ms: When it is due, in milliseconds since 1970-01-01 UTC; None if that is not known.
+        due_ms: When it is due, in milliseconds since 1970-01-01 UTC; None if unknown.
     """
     if not signal.receivers:
         return

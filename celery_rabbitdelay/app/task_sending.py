@@ -1,6 +1,6 @@
 """Where a task goes: Celery's own path, a worker that holds it, or the levels.
 
-Celery makes and routes the message in any case. A task that goes into the levels is published by a
+Celery always makes and routes the message. A task that goes into the levels is published by a
 :class:`DelayedTaskProducer` instead of Celery's own producer.
 """
 
@@ -44,12 +44,12 @@ NO_PART: Final = "would do nothing, because its addition takes no part in this s
 def publish_policy(
     app: celery.Celery, options: Options, retry: bool, retry_policy: Options
 ) -> PublishPolicy:
-    """Return how often a message is sent again, by the caller's options and the settings.
+    """Return how a message is resent, by the caller's options and the settings.
 
     Args:
         app: The application.
         options: The options of ``apply_async``, as the caller has given them.
-        retry: Whether Celery wants the message to be sent again.
+        retry: Whether Celery allows resending.
         retry_policy: Celery's retry policy: the setting, with what the caller has given.
     """
     # Whether the caller, or a setting other than Celery's default, gives a number of retries.
@@ -81,7 +81,7 @@ def publish_policy(
 
 
 class DelayedTaskProducer(DelayedProducer):
-    """Publishes one task into the levels, and everything else (events) as any producer does.
+    """Publishes one task into the levels, and events as any producer does.
 
     Celery resolves exchange, routing key, headers and properties of a task as if it had no delay,
     sends its signals, and calls :meth:`publish`.
@@ -138,8 +138,8 @@ class DelayedTaskProducer(DelayedProducer):
     def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
         """Publish the task into the levels, or an event that follows the task without a delay.
 
-        Celery 5.7 calls it again if it has failed, where the task is a callback. The timeout is one
-        for all of these calls.
+        If the task is a callback, Celery 5.7 calls this again after a failure. All of these calls
+        share one timeout.
 
         Args:
             body: The task's body.
@@ -207,7 +207,7 @@ class DelayedTaskProducer(DelayedProducer):
         queues = self.amqp.queues
         routed_to = [entity for entity in declare if isinstance(entity, Queue)]
         known = [*routed_to, *queues.values()]
-        # A retry is sent to where the task came from.
+        # A retry goes to the queue that the task came from.
         consumed = queues.consume_from if self._given.get("retries") else ()
         return resolve(name, routing_key or "", known, consumed, self._came_from)
 
@@ -244,19 +244,19 @@ class EtaProducer:
         return getattr(self._producer, name)
 
 
-#: The id of the task that is sent just now, and the producer to publish it with: an application's
-#: own ``send_task`` may not pass the producer on.
+#: The id of the task that is being sent, and the producer to publish it with: an application's own
+#: ``send_task`` may not pass the producer on.
 given_producer: ContextVar[tuple[str, Any] | None] = ContextVar("given_producer", default=None)
 
 
 @dataclass
 class TaskSending(Send):
-    """One call of ``Celery.send_task``, and where it goes.
+    """One call of ``Celery.send_task``, which chooses its path.
 
     Attributes:
         by_celery: Celery's ``send_task``, or the application's own, for a name and arguments.
-        delay: Seconds, or a timedelta, until it may start; None if ``countdown`` or ``eta`` says.
-        tolerance_ms: Milliseconds that it may start later.
+        delay: Seconds, or a timedelta, until it may start; None with ``countdown`` or ``eta``.
+        tolerance_ms: The milliseconds by which it may start late.
         stamps: The stamps that have the name of an option of this package.
     """
 
@@ -266,17 +266,17 @@ class TaskSending(Send):
     stamps: Options
 
     def send(self) -> Result:
-        """Send the task. The first of these rules that applies says where it goes.
+        """Send the task. The first of these rules that applies decides its path.
 
-        - no delay, and nothing that an addition has to know: Celery's own path
+        - no delay, and no option or header of an addition: Celery's own path
         - the broker is not RabbitMQ: the same; ``delay`` becomes a countdown
         - ``rabbitdelay=False``, or a countdown or eta without takeover: a worker, which holds it
-        - the delay is over by now: Celery's own path, at once
+        - the task is due already: Celery's own path, at once
         - all others: the levels; :class:`.DelayedProducer` chooses between the task's queue and
           distribution
 
-        A retry, or a replacement, carries the registry's headers also if it has no delay: the next
-        one with a delay reads them there.
+        A retry or a replacement carries the registry's headers even without a delay, since a later
+        one with a delay reads them.
         """
         has_options = any(self.added.values())
         countdown = self.options.get("countdown")

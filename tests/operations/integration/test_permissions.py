@@ -221,7 +221,7 @@ def cancel_one(acting: Acting) -> None:
     sent = [sender.tasks["remind"].apply_async((1,), delay=600) for _ in range(2)]
     sender.close()
     assert acting.app.rabbitdelay.cancel(sent[0]) is Outcome.NOTED
-    not_told = "" if acting.user == "operator" else "The cancel counts, but workers"
+    not_told = "" if acting.user == "operator" else "workers were not notified"
     said = acting.command(f"cancel {sent[1].id} --also-future", not_told)
     assert said.startswith(f"{sent[1].id}: noted")
     # A refusal leaves nothing broken.
