@@ -1,6 +1,6 @@
-"""``celery -A proj rabbitdelay COMMAND``: the group, and what all commands share.
+"""``celery -A proj rabbitdelay COMMAND``: the group, and the code that all commands share.
 
 Read ``group`` (Celery's entry point, with the table of all commands) and ``shared``; ``levels`` has
-``declare`` and ``route``. Each addition has its own commands in its own folder, and is
-imported only when one of them is used.
+``declare`` and ``route``. The commands of an addition are in its folder, and are
+imported when one of them is used.
 """

@@ -44,8 +44,8 @@ def _is_there(name: str) -> bool:
 
 @click.group(
     cls=LazyCommands,
-    epilog=f"A DELAY or DURATION {delay.TAKES}. An INSTANT is ISO 8601; without a time zone, it is "
-    "in that of this machine.",
+    epilog=f"A DELAY or DURATION {delay.TAKES}. An INSTANT is ISO 8601, by default in the time "
+    "zone of this machine.",
 )
 @click.version_option(__version__, prog_name="celery-rabbitdelay")
 @shared.traceback_option

@@ -1,4 +1,4 @@
-"""``celery rabbitdelay declare`` and ``route``: the levels, and a delay's way there."""
+"""``celery rabbitdelay declare`` and ``route``: declare the levels, and show a delay's route."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from celery_rabbitdelay.publishing import declaration
     "--queues", "with_queues", is_flag=True, help="Also declare the queues of tasks, and bind them."
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Only say what is missing; exit with 1 if anything is."
+    "--dry-run", is_flag=True, help="Only list what is missing; exit with 1 if anything is."
 )
 @shared.topology_options
 def declare(with_queues: bool, dry_run: bool, **options: object) -> None:
-    """Declare the levels on the broker, and say what was missing."""
+    """Declare the levels on the broker, and list what was missing."""
     topology = shared.topology(options)
     # Each worker has its own exclusive queues, and a queue of its own for a broadcast.
     queues = [
@@ -53,7 +53,7 @@ def declare(with_queues: bool, dry_run: bool, **options: object) -> None:
     for what, names in ((f"{verb} missing", missing_queues), ("are bound", bound)):
         if names:
             lines.append(f"{len(names)} queues of tasks {what}: {shared.first_of(names)}")
-    told = {
+    found = {
         "prefix": topology.prefix,
         "fingerprint": topology.identity.fingerprint,
         "dry_run": dry_run,
@@ -61,7 +61,7 @@ def declare(with_queues: bool, dry_run: bool, **options: object) -> None:
         "missing_queues": missing_queues,
         "bound": bound,
     }
-    shared.answer(told, lines)
+    shared.answer(found, lines)
     if dry_run and (missing or missing_queues):
         raise SystemExit(shared.FAILED)
 
@@ -73,14 +73,14 @@ def declare(with_queues: bool, dry_run: bool, **options: object) -> None:
     "--tolerance",
     type=shared.duration_type,
     default="0",
-    help="How much later it may arrive, if that saves stops.",
+    help="How late it may arrive, if that saves stops.",
 )
 @click.option("--task-id", default="", help="With several shards, it determines the shard.")
 @shared.topology_options
 def route(
     delay: Fraction, queue: str | None, tolerance: timedelta, task_id: str, **options: object
 ) -> None:
-    """Show in which queues a task waits that is sent with a DELAY. No broker is asked."""
+    """Show the queues in which a task with a DELAY waits, without connecting to the broker."""
     topology = shared.topology(options)
     destination = shared.app().conf.task_default_queue if queue is None else queue
     if not destination:
@@ -96,7 +96,7 @@ def explain(
     """Return the route of a message, meditation included, as the option ``--json`` prints it.
 
     After meditation, check-in computes the remaining delay from the due time, so a message that had
-    to wait for check-in skips as much of the levels. The tolerance is not used above the capacity.
+    to wait for check-in waits less in the levels. The tolerance is not used above the capacity.
     See :meth:`.Topology.route` for the arguments.
 
     Raises:
@@ -160,7 +160,7 @@ def _lines(found: dict[str, Any], has_checkin: bool) -> Iterator[str]:
         )
     yield f"When it is due, {found['delivery']} hands it to the queue {queue}"
     if found["meditations"] and not has_checkin:
-        yield "rabbitdelay_modules lacks 'check-in': this application's producers refuse it"
+        yield "rabbitdelay_modules lacks 'check-in': this application's producers refuse the delay"
     yield ""
     rows = [("stop", "queue", "waits", "goes on to")]
     for number, stop in enumerate(found["stops"], start=1):

@@ -68,8 +68,8 @@ def app() -> celery.Celery:
 class Commands(click.Group):
     """A group of commands that take ``--json``.
 
-    It hides passwords in errors: those of click repeat arguments that it cannot make sense of.
-    Whatever a setting or a server causes ends the command with one line.
+    Passwords in errors are hidden: click's errors repeat arguments that it cannot parse. An error
+    of a setting or a server ends the command with one line.
     """
 
     group_class = type
@@ -82,7 +82,7 @@ class Commands(click.Group):
         return lambda function: add(_json_option(function))
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command that is named."""
+        """Run the named command."""
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
@@ -104,7 +104,7 @@ class Commands(click.Group):
 
 
 def command(**attributes: Any) -> Callable[[_Function], click.Command]:
-    """Return what makes a command of a function; it takes ``--json``."""
+    """Return a decorator that makes a function a command, which takes ``--json``."""
     return lambda function: click.command(**attributes)(_json_option(function))
 
 
@@ -145,12 +145,12 @@ def as_one(argument: str, made: Callable[..., object], *each: _Decorator) -> _De
 
 
 class ParameterType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # by click's version
-    """Reads a parameter by a function, and names the parameter if that cannot read it.
+    """Parses a parameter with a function; errors name the parameter.
 
     Args:
-        name: What the parameter is, for the help.
-        read: Returns the value of a text. It also gets the parameter's name, and raises a
-            :class:`ValueError` that says what is wrong.
+        name: The kind of parameter, for the help.
+        read: Returns the value of a text. It also gets the parameter's name, and raises
+            :class:`ValueError` with the reason.
     """
 
     def __init__(self, name: str, read: Callable[[str, str], object]) -> None:
@@ -160,7 +160,7 @@ class ParameterType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  #
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> object:
-        """Return the value; click also asks about values that are read already."""
+        """Return the value; click also passes values that are parsed already."""
         if not isinstance(value, str):
             return value
         try:
@@ -169,11 +169,11 @@ class ParameterType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  #
             self.fail(str(wrong), param, ctx)
 
 
-#: The exit status where what was asked for is not allowed, or not done in full, and where something
-#: is wrong, missing or unknown.
+#: The exit status if an action is not allowed or not completed, or if something is wrong, missing
+#: or unknown.
 FAILED: Final = 1
 
-#: Raised where the broker cannot be reached, or refuses what it is asked.
+#: Raised if the broker cannot be reached, or refuses a request.
 BROKER_ERRORS: Final = (OperationalError, amqp.AMQPError, OSError)
 
 #: A number of messages a second.
@@ -181,10 +181,10 @@ POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
 
 def answer(found: Mapping[str, object], lines: Iterable[str]) -> None:
-    """Print an object as JSON where it is asked for, or lines of text, if there are any.
+    """Print an object with ``--json``, and otherwise lines of text, if there are any.
 
     Args:
-        found: The object; instants are written by ISO 8601, and what JSON does not know as text.
+        found: The object. Instants become ISO 8601, and other types that JSON lacks become text.
         lines: The text.
     """
     text = json.dumps(found, default=_written) if as_json() else "\n".join(lines)
@@ -209,14 +209,14 @@ def local(instant: datetime) -> str:
 
 
 def task_or_queue(task: str | None, queue: str | None) -> str:
-    """Return what a pause is of."""
+    """Return the subject of a pause as text."""
     return f"queue {queue}" if task is None else f"task {task}"
 
 
 def paused_line(
     task: str | None, queue: str | None, since: datetime, until: datetime | None = None
 ) -> str:
-    """Return the line that shows what is paused, since when, and until when."""
+    """Return a line about a pause: its subject, its start and its end."""
     held_ms = max(round((wall_clock.now() - since).total_seconds()), 0) * 1000
     held = delay.duration_text(held_ms)
     ends = "" if until is None else f", until {local(until)}"
@@ -225,10 +225,10 @@ def paused_line(
 
 @contextmanager
 def usage_errors(*kinds: type[Exception], of: str = "") -> Iterator[None]:
-    """Raise errors of some kinds as those of the command's arguments.
+    """Raise errors of some types as usage errors of the command.
 
     Args:
-        *kinds: The kinds.
+        *kinds: The types.
         of: The subject of the arguments, shown before the error's own text.
     """
     try:
@@ -264,7 +264,7 @@ def first_of(names: Sequence[str], most: int = 5) -> str:
 
 @contextmanager
 def broker() -> Iterator[Connection]:
-    """Connect to the broker that tasks are sent to, which may be another than the consumers'.
+    """Connect to the broker of producers, which may differ from that of consumers.
 
     The command ends with one line if the broker cannot be reached or refuses.
 
@@ -279,7 +279,7 @@ def broker() -> Iterator[Connection]:
     except exceptions.InvalidManagementURL as error:
         raise click.UsageError(str(error)) from error
     except exceptions.RabbitDelayError:
-        raise  # which says what to do
+        raise  # its text says what to do
     except BROKER_ERRORS as error:
         message = f"cannot ask the broker {shown_url.shown_broker(connection)}: {error}"
         fail(error, message, EX_UNAVAILABLE)
@@ -292,7 +292,7 @@ def checked_connection(connection: Callable[[], Connection], what: str) -> Conne
         is_rabbitmq = isinstance(made.transport, pyamqp.Transport)
         # If a password contains "/", its end is taken for the virtual host.
         is_well_formed = bool(made.userid) or "@" not in (made.virtual_host or "")
-    except (KeyError, ImportError):  # kombu has no such transport, or not what it needs
+    except (KeyError, ImportError):  # kombu has no such transport, or lacks its library
         is_rabbitmq, is_well_formed = False, True
     except ValueError:
         is_rabbitmq, is_well_formed = True, False
@@ -300,21 +300,21 @@ def checked_connection(connection: Callable[[], Connection], what: str) -> Conne
         return made
     if not is_rabbitmq:
         raise click.UsageError(f"{what} is not RabbitMQ, whose URL begins with amqp:// or amqps://")
-    # Without the cause, whose text quotes what it takes for the port: a part of the password.
+    # Without the cause: its text quotes a part of the password as the port.
     raise click.UsageError(
-        f"{what} is malformed: percent-encode what is not a letter or digit in user and password"
+        f"{what} is malformed: percent-encode all but letters and digits in user and password"
     )
 
 
 def _seconds(text: str, what: str) -> float:
-    """Read a length of time above 0, in seconds."""
+    """Parse a duration above 0; return its seconds."""
     seconds = delay.parse_duration(text, what).total_seconds()
     if not seconds:
         raise exceptions.InvalidDelay(text, delay.TAKES_DURATION.replace("from", "above"), what)
     return seconds
 
 
-#: A negative one means now.
+#: A negative delay means now.
 delay_type: Final = ParameterType("delay", delay.parse_delay)
 
 #: A timedelta.
@@ -327,11 +327,11 @@ seconds_type: Final = ParameterType("duration", _seconds)
 def fail(error: Exception, message: str, exit_status: int = FAILED) -> NoReturn:
     """End the command with one line on the standard error.
 
-    Where JSON is asked for, it also prints an object with the key ``error``.
+    With ``--json``, also print an object with the key ``error``.
 
     Args:
         error: The cause.
-        message: What to say.
+        message: The line; it may end with the text of the error.
         exit_status: The command's exit status.
     """
     reason = reason_of(error)
@@ -344,7 +344,7 @@ def fail(error: Exception, message: str, exit_status: int = FAILED) -> NoReturn:
 
 
 def _layout(text: str, what: str) -> object:
-    """Read the name of a layout, or as JSON what ``rabbitdelay_layout`` takes."""
+    """Parse the name of a layout, or a value of ``rabbitdelay_layout`` as JSON."""
     if not text.lstrip().startswith(("[", "{", '"')):
         return text
     try:
@@ -356,26 +356,26 @@ def _layout(text: str, what: str) -> object:
 layout_type: Final = ParameterType("layout", _layout)
 
 
-#: The options that describe another topology; the command hands them to :func:`topology`.
+#: The options that describe another topology; the command passes them to :func:`topology`.
 topology_options: Final = options(
-    click.option("--prefix", help="The first part of all names."),
+    click.option("--prefix", help="The first part of all names on the broker."),
     click.option(
         "--layout",
         type=layout_type,
-        help="clock, binary, geometric, or as JSON what rabbitdelay_layout takes.",
+        help="clock, binary, geometric, or a value of rabbitdelay_layout as JSON.",
     ),
     click.option("--tick", type=seconds_type, help="The resolution."),
     click.option("--queue-type", help="quorum or classic."),
-    click.option("--shards", type=int, help="How many queues each digit has."),
+    click.option("--shards", type=int, help="The number of queues for each digit."),
 )
 
 
 def topology(options: Mapping[str, object], of: str = "") -> Topology:
-    """Return the application's topology, with what the options replace.
+    """Return the application's topology, changed by options.
 
     Args:
-        options: Settings by their names, which may begin with "from_"; None where the application's
-            value counts.
+        options: Settings by their names, which may begin with "from_"; None for the application's
+            own value.
         of: The subject of the options, for errors.
 
     Raises:

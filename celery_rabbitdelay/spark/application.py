@@ -27,19 +27,19 @@ ParametersT = ParamSpec("ParametersT")
 
 CeleryTask: TypeAlias = "celery.Task[Any, Any]"
 
-#: The name of an application that is made of a URL.
+#: The name of an application that is made from a URL.
 MADE: Final = "celery_rabbitdelay.spark"
 
-#: The most positional arguments that a task is asked about.
+#: The maximum number of positional arguments that are tried with a task.
 MAX_ARGUMENTS: Final = 100
 
 
 @cache
 def application_of(options: ApplicationOptions) -> Celery:
-    """Return the application, which a process keeps for further partitions.
+    """Return the application; a process caches it for further partitions.
 
     Raises:
-        InvalidOption: There is no such application, or it does not delay by this package.
+        InvalidOption: The application does not exist, or does not use this package.
     """
     return _made(options) if options.app is None else _imported(options.app)
 
@@ -72,7 +72,7 @@ def _made(options: ApplicationOptions) -> Celery:
 
 
 def briefly(method: Callable[ParametersT, ReturnT]) -> Callable[ParametersT, ReturnT]:
-    """Let a method that Spark calls raise errors as :func:`brief` returns them."""
+    """Decorate a method that Spark calls, so that its errors are :func:`brief`."""
 
     @wraps(method)
     def called(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ReturnT:
@@ -85,9 +85,9 @@ def briefly(method: Callable[ParametersT, ReturnT]) -> Callable[ParametersT, Ret
 
 
 def brief(error: Exception) -> Exception:
-    """Return an error; one of this package or of a connection without its traceback.
+    """Return an error, without its traceback if it is of this package or of a connection.
 
-    Spark shows a driver the traceback first, and it says no more than the text.
+    Spark shows a driver the traceback first, although it adds nothing to the text.
     """
     if isinstance(error, (exceptions.RabbitDelayError, OSError, AMQPError)):
         error.__traceback__ = None
@@ -98,7 +98,7 @@ def find_task(app: Celery, name: str | None, allows_unknown: bool) -> CeleryTask
     """Return a task of the application; None if it may be sent by its name alone.
 
     Args:
-        app: The application; one that is made of a URL knows no tasks.
+        app: The application; if it is made from a URL, it knows no tasks.
         name: The task's name; None if it is in a column.
         allows_unknown: Whether the application need not know it.
 
@@ -110,7 +110,7 @@ def find_task(app: Celery, name: str | None, allows_unknown: bool) -> CeleryTask
     if name in app.tasks or allows_unknown or app.main == MADE:
         return app.tasks.get(name)
     try:
-        # As a worker does: the modules of the settings, and those that are discovered.
+        # As in a worker: configured modules, and discovered ones.
         app.loader.import_default_modules()
     except Exception as failed:  # noqa: BLE001 - importing runs code of the user's
         problem = f"is not found: importing the modules of tasks here, on {_where()}: {failed!r}"
@@ -158,7 +158,7 @@ def numbers_taken(
 
 
 def tracks(app: Celery) -> bool:
-    """Return whether tasks may be tracked; an application that is made of a URL does not know."""
+    """Return whether tasks may be tracked; an application made from a URL does not know."""
     if app.main == MADE:
         return True
     with suppress(Exception):  # importing runs code of the user's

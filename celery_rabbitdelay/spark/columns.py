@@ -1,4 +1,4 @@
-"""The columns of a DataFrame that becomes tasks: types, ids, and a row of ``send_many`` for each.
+"""The columns of a DataFrame of tasks: their types, the ids, and the rows for ``send_many``.
 
 Opens no connection.
 """
@@ -46,9 +46,9 @@ def task_id(job_id: str, values: Mapping[str, object] | Sequence[object]) -> str
         job_id: The option ``jobId`` of the write. For a stream, ``f"{job_id}:{batch}"`` with the
             number of the micro-batch, and with the id of the query if ``jobId`` is not set.
         values: The row's values in the columns that ``idColumn`` names, or in all columns without
-            it: by the columns' names (a mapping or a :class:`pyspark.sql.Row`), or as a list in the
-            alphabetical order of the columns' names. A struct is a mapping or a ``Row``, and a
-            timestamp an aware datetime in any time zone.
+            that option: by the columns' names (a mapping or a :class:`pyspark.sql.Row`), or as a
+            list in the alphabetical order of the columns' names. A struct is a mapping or a
+            ``Row``, and a timestamp an aware datetime in any time zone.
 
     Raises:
         InvalidOption: There are no values.
@@ -77,7 +77,7 @@ class TaskIds:
     def __init__(self, job_id: str) -> None:
         self.namespace = uuid5(NAMESPACE, job_id)
         self._begin = self.namespace.bytes
-        # kombu's dumps makes an encoder for each call.
+        # Kept, because kombu's dumps makes an encoder for each call.
         self._encode = _IdEncoder(sort_keys=True, separators=(",", ":")).encode
 
     def of(self, values: Sequence[object]) -> str:
@@ -86,7 +86,7 @@ class TaskIds:
         Raises:
             TypeError: JSON cannot express one of them.
         """
-        # As uuid5, which takes three times as long: rows come by the million.
+        # Equals uuid5, which takes three times as long: rows come by the million.
         name = self._begin + self._encode(values).encode()
         d = sha1(name, usedforsecurity=False).hexdigest()
         variant = "89ab"[int(d[16], 16) % 4]
@@ -124,20 +124,20 @@ TYPES: Final[Mapping[str, tuple[tuple[type[T.DataType], ...], str]]] = {
     "headers": ((T.StructType, T.MapType, T.StringType), "a struct, a map, or JSON text"),
 }
 
-#: The types that JSON cannot express, at any depth, and those that it takes as the keys of a map.
+#: The types that JSON cannot express, at any depth, and the types that it takes as keys of a map.
 INEXPRESSIBLE: Final = (T.AnsiIntervalType, T.CalendarIntervalType, T.VariantType)
 KEYS: Final = (T.StringType, T.IntegralType, T.FloatType, T.DoubleType, T.BooleanType)
 
-#: The columns in which rows may differ that ``send_many`` takes once for all rows.
+#: The columns for arguments that ``send_many`` takes only once, for all rows.
 SHARED: Final = frozenset(("task", "queue", "tolerance", "priority", "headers"))
 
 
 class Shared(NamedTuple):
-    """What ``send_many`` takes once for many rows.
+    """The arguments that ``send_many`` takes once for many rows.
 
     Attributes:
         task: The task's name.
-        tolerance: Seconds that a task may start later.
+        tolerance: Seconds by which a task may start late.
         options: The options of ``apply_async`` as JSON text: queue, priority and headers.
     """
 
@@ -147,13 +147,13 @@ class Shared(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A row of the DataFrame, or several that are in one envelope.
+    """A row of the DataFrame, or several rows of one envelope.
 
     Attributes:
-        shared: What it shares with other rows; without a meaning if it is invalid.
-        row: The row of ``send_many``, with its id, or why it is invalid; or rows that Spark has
-            written.
-        given: All its values, by the names of the columns in :attr:`Columns.types`.
+        shared: The arguments that it shares with other rows; meaningless if the row is invalid.
+        row: The row for ``send_many``, with its id; the error of an invalid row; or rows that Spark
+            has written.
+        given: All values of the row, by the names of the columns in :attr:`Columns.types`.
     """
 
     shared: Shared
@@ -169,15 +169,15 @@ class Columns:
         options: The options of the write.
 
     Attributes:
-        schema: The schema; of a grouped DataFrame, that of the rows as they were.
+        schema: The schema; for a grouped DataFrame, the schema before it was grouped.
         types: The type of each column. A column with a meaning of its own is found in any case, and
             has its usual name here.
         identity: The names of the columns that ids are derived from, in their order.
         are_shared: Whether all rows have the same :class:`Shared`.
-        shared: What rows share by the options alone.
+        shared: The arguments that rows share by the options alone.
 
     Raises:
-        InvalidColumn: A column is missing, unknown, twice there, or of a wrong type.
+        InvalidColumn: A column is missing, unknown, duplicated, or of a wrong type.
     """
 
     def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
@@ -190,7 +190,7 @@ class Columns:
         for field in schema.fields:
             name = field.name.lower() if field.name.lower() in TYPES else field.name
             if name in self.types:
-                raise InvalidColumn(field.name, field.dataType.simpleString(), "is there twice")
+                raise InvalidColumn(field.name, field.dataType.simpleString(), "appears twice")
             self.types[name] = field.dataType
         identity = list(self.types) if options.id_column is None else []
         for name in options.id_column or ():
@@ -216,7 +216,7 @@ class Columns:
         self.shared = self._shared_of({})
 
     def taken(self, batches: Iterable[pa.RecordBatch], ids: TaskIds) -> Iterator[Taken]:
-        """Yield the rows; those that Spark has written by the envelope.
+        """Yield the rows; rows that Spark has written are combined to envelopes.
 
         Args:
             batches: The rows; of a grouped DataFrame, sorted by due time.
@@ -286,7 +286,7 @@ class Columns:
         return Shared(task or "", tolerance, json.dumps(options, sort_keys=True))
 
     def _parsed(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a row with what its columns of JSON text stand for."""
+        """Return a row with its columns of JSON text parsed."""
         parsed = {**given}
         for name in self._texts:
             if given[name] is None:
@@ -294,7 +294,7 @@ class Columns:
             try:
                 parsed[name] = json.loads(given[name])
             except ValueError as wrong:
-                raise InvalidRow(shown(given), f"its {name} is no JSON: {wrong}") from wrong
+                raise InvalidRow(shown(given), f"its {name} is not JSON: {wrong}") from wrong
             kind, what = (list, "a list") if name == "args" else (dict, "an object")
             if not isinstance(parsed[name], kind):
                 raise InvalidRow(shown(given), f"the JSON of its {name} is not {what}")
@@ -348,7 +348,7 @@ def _parts(kind: T.DataType) -> Iterator[T.DataType]:
 
 
 def _with_mappings(value: Any, kind: T.DataType) -> Any:
-    """Return a value of PyArrow, where maps are lists of pairs, with mappings instead."""
+    """Convert PyArrow's maps, which are lists of pairs, to mappings within a value."""
     if value is None:
         return None
     match kind:
@@ -368,7 +368,7 @@ def seconds(length: Delay) -> float:
 
 
 def shown(given: Mapping[str, object]) -> dict[str, object]:
-    """Return a row as an error shows it: texts and lists may be long."""
+    """Return a row for an error, with long values shortened."""
     texts = {name: repr(value) for name, value in given.items()}
     return {
         name: given[name] if len(text) <= 100 else f"{text[:100]}..."

@@ -1,6 +1,6 @@
 """The format ``rabbitdelay`` of Spark: ``df.write.format("rabbitdelay")`` and ``spark.read``.
 
-A read has the registry's tracked tasks, the levels' queues, or the undeliverable messages as rows.
+A read returns the registry's tracked tasks, the levels' queues, or the undeliverable messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Rows: TypeAlias = "Iterator[tuple[object, ...] | pa.RecordBatch]"
 
 
 class RabbitDelayDataSource(DataSource):
-    """Writes delayed tasks, and reads what waits. Spark finds it by its name.
+    """Writes delayed tasks, and reads waiting ones. Spark finds it by its name.
 
     Its options are those of :class:`.WriteOptions` and :class:`.ReadOptions`, in camel case.
     """
@@ -51,16 +51,16 @@ class RabbitDelayDataSource(DataSource):
 
     @briefly
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return what reads."""
+        """Return the reader."""
         options = ReadOptions.of(self.options)
         return READERS[options.what](options)
 
     @briefly
     def writer(self, schema: StructType, overwrite: bool) -> Writer:
-        """Return what writes a DataFrame.
+        """Return the writer of a DataFrame.
 
         Raises:
-            InvalidOption: An option is wrong, or what waits is to be overwritten.
+            InvalidOption: An option is wrong, or the mode is overwrite.
             InvalidColumn: The schema does not fit.
         """
         if overwrite:
@@ -69,7 +69,7 @@ class RabbitDelayDataSource(DataSource):
 
     @briefly
     def streamWriter(self, schema: StructType, overwrite: bool) -> Writer:  # noqa: N802
-        """Return what writes a stream.
+        """Return the writer of a stream.
 
         Raises:
             InvalidOption: An option is wrong, or the output mode is complete.
@@ -108,7 +108,7 @@ class _Reader(DataSourceReader):
     def _rows(self, app: Celery, partition: InputPartition) -> Rows: ...
 
 
-#: How closely the bounds of the partitions are looked for: to a second.
+#: The precision of the bounds between partitions: a second.
 BOUND_MS: Final = 1000
 
 #: No task is due later than this after the first one, in milliseconds: a hundred years.
@@ -126,7 +126,7 @@ class PendingReader(_Reader):
 
     @briefly
     def partitions(self) -> Sequence[InputPartition]:
-        """Divide the tasks by their due times into parts of about the same number."""
+        """Divide the tasks by their due times into parts of about the same size."""
         app, wanted = application_of(self._options.application), self._wanted
         with closing(app.rabbitdelay):
             index = app.rabbitdelay.registry.index
@@ -196,7 +196,7 @@ ARROW: Final = {
     "bigint": pa.int64(),
 }
 
-#: The size of a batch for Spark: its rows, and the bytes of their bodies, which may be large.
+#: The maximum size of a batch: its rows, and the bytes of their bodies, which may be large.
 BATCH_ROWS: Final = 1000
 BATCH_BYTES: Final = 8_000_000
 
@@ -230,7 +230,7 @@ def batches(found: Iterable[messages.UndeliverableMessage]) -> Iterator[pa.Recor
 
 def _row(message: messages.UndeliverableMessage) -> dict[str, object]:
     found, encoding = asdict(message.found), ("utf-8", "backslashreplace")
-    # UTF-8 cannot express half a character, which py-amqp reads.
+    # py-amqp reads lone surrogates, which UTF-8 cannot express.
     texts = {name: text for name, text in found.items() if isinstance(text, str)}
     found |= {name: text.encode(*encoding).decode() for name, text in texts.items()}
     headers = messages.headers_as_json(message.headers)

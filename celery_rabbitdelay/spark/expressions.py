@@ -1,8 +1,8 @@
-"""Values as Spark's own engine writes them: as JSON, and as Python shows them.
+"""Values that Spark's own engine writes as text: as JSON, and as Python's ``repr``.
 
-The texts are those that Python writes, character by character: the task's id is derived from one,
-and its message holds the others. Where Spark cannot promise that (a quotation mark in a string, the
-tenth digit of a double), :func:`is_exact` is false, and Python writes the row.
+The texts have to equal Python's in every character: the task's id is derived from one, and its
+message holds the others. Where Spark cannot guarantee that (a quotation mark in a string, the tenth
+digit of a double), :func:`is_exact` is false, and Python writes the row.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 from pyspark.sql import types as T  # noqa: N812 - likewise
 
-#: Strings that JSON and Python both write as they are, and ``saferepr`` of Celery as ``repr``.
+#: Strings without escapes in JSON and Python, which Celery's ``saferepr`` shows like ``repr``.
 PLAIN: Final = r"""\A[ -~&&[^"'\\<\[({]]*\z"""
 
-#: Names that both write as they are.
+#: Names without escapes in both.
 PLAIN_NAME: Final = r"[A-Za-z0-9_ .-]+"
 
 #: Decimals with more digits after the point may be shown with an exponent.
@@ -32,10 +32,10 @@ MAX_SCALE: Final = 6
 DOUBLE_SCALE: Final = 3
 DOUBLE_BOUND: Final = 10**12
 
-#: Spark divides as doubles, which count exactly so far.
+#: Spark divides with doubles, which are exact up to this number.
 MAX_INTERVAL_US: Final = 2**53
 
-#: The types of values that are always written, in addition to decimals, arrays and structs.
+#: The types that Spark can always write. Decimals, arrays and structs depend on their parts.
 SIMPLE: Final = (T.BooleanType, T.IntegralType, T.NullType, T.DoubleType, T.StringType, T.DateType)
 
 
@@ -60,7 +60,7 @@ class Style(NamedTuple):
 #: As kombu's JSON.
 JSON: Final = Style(", ", ": ", '"', "null")
 
-#: The same as the ids are derived from.
+#: As the JSON that ids are derived from.
 COMPACT: Final = Style(",", ":", '"', "null", is_sorted=True)
 
 #: As ``repr()``.
@@ -68,12 +68,12 @@ SHOWN: Final = Style(", ", ": ", "'", "None")
 
 
 def can_be_written(name: str, kind: T.DataType, is_argument: bool) -> bool:
-    """Whether Spark writes a column, or a field, as Python does.
+    """Return whether Spark can write a column, or a field, as Python does.
 
     Args:
         name: Its name.
         kind: Its type.
-        is_argument: Whether they are shown as well, and not only derive an id.
+        is_argument: Whether its values are also written as ``repr``, and not only for an id.
     """
     if re.fullmatch(PLAIN_NAME, name) is None:
         return False
@@ -129,7 +129,7 @@ def _text(value: Column, kind: T.DataType, style: Style) -> Column:
 
 
 def is_exact(value: Column, kind: T.DataType) -> Column:
-    """Return whether the texts of a value are those that Python writes; that is never null."""
+    """Return whether the texts of a value equal Python's; this is never null."""
     return F.coalesce(_is_exact(value, kind), value.isNull())
 
 
@@ -163,7 +163,7 @@ def members(value: Column, kind: T.StructType, style: Style) -> list[tuple[str, 
 
 
 def object_text(named: Sequence[tuple[str, Column]], style: Style) -> Column:
-    """Return names and values, which are text already, as an object; null if a value is."""
+    """Return names and values, which are text already, as an object; null if a value is null."""
     parts: list[str | Column] = []
     for name, value in sorted(named, key=itemgetter(0)) if style.is_sorted else named:
         comma = style.comma if parts else ""
@@ -172,7 +172,7 @@ def object_text(named: Sequence[tuple[str, Column]], style: Style) -> Column:
 
 
 def all_of(conditions: Sequence[Column]) -> Column:
-    """Return whether all conditions are true; a null is not."""
+    """Return whether all conditions are true; null counts as false."""
     return reduce(and_, (F.coalesce(each, F.lit(False)) for each in conditions), F.lit(True))
 
 
@@ -206,7 +206,7 @@ def interval_micros(value: Column) -> Column:
 
 
 def _elements(value: Column, kind: T.DataType, style: Style) -> Column:
-    """Return the elements of an array; those of most arrays in a faster way, without nulls."""
+    """Return the elements of an array as text; in a faster way for simple ones without nulls."""
     if isinstance(kind, T.StringType | T.IntegralType):
         quote = style.quote if isinstance(kind, T.StringType) else ""
         listed = F.array_join(value.cast("array<string>"), f"{quote}{style.comma}{quote}")

@@ -1,8 +1,8 @@
-"""Grouping in Spark: its own engine writes the rows, and brings together what is due together.
+"""Grouping in Spark: its own engine serializes the tasks, and shuffles them by due time.
 
-A grouped DataFrame has a row for each task, as it stands in an envelope, sorted by due time within
-each partition. Python then cuts the column into envelopes, without touching a row. Rows that Spark
-cannot write as Python would stay as they are, and Python writes them.
+A grouped DataFrame has a row for each task, as an item of an envelope, sorted by due time within
+each partition. Python then cuts the column into envelopes, without reading a row. If Spark cannot
+serialize a row exactly as Python does, Python serializes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from celery_rabbitdelay.spark.options import WriteOptions
 #: The third part of a task's body: it has no callbacks, and is in no chain or chord.
 EMBEDDED: Final = '{"callbacks": null, "errbacks": null, "chain": null, "chord": null}'
 
-#: The columns on the way to an item.
+#: Intermediate columns.
 DELAY: Final = "delay_ms"
 EXACT: Final = "is_exact"
 
@@ -42,15 +42,15 @@ REPRS: Final = ("argsrepr", "kwargsrepr")
 #: The types of columns with arguments.
 CONTAINERS: Final = {"args": T.ArrayType | T.StructType, "kwargs": T.StructType}
 
-#: Seconds as Spark computes with them. Python writes larger ones, which exceed any capacity.
+#: The type of seconds in Spark. Python writes rows with more seconds, above any capacity.
 SECONDS: Final = "decimal(20,9)"
 
 
 def grouped(frame: DataFrame, **options: Any) -> DataFrame:
     """Return a DataFrame that is written much faster, if many tasks share a message.
 
-    Spark writes the messages' parts itself, and shuffles them, so that tasks that are due together
-    come together. Write the result with the same options::
+    Spark serializes the tasks itself, and shuffles them, so that tasks that are due together are in
+    one partition. Write the result with the same options::
 
         options = {"app": "shop:app", "task": "shop.remind", "tolerance": 60}
         grouped(frame, **options).write.format("rabbitdelay").mode("append").options(**options)
@@ -63,7 +63,7 @@ def grouped(frame: DataFrame, **options: Any) -> DataFrame:
         **options: The options of the write.
 
     Raises:
-        InvalidColumn: The schema does not fit, or has a column of a type that only Python writes.
+        InvalidColumn: The schema is invalid, or has a column that only Python can write.
         InvalidOption: An option is wrong, or tasks cannot share messages.
     """
     checked = WriteOptions.of_call(options)
@@ -78,7 +78,7 @@ class Grouping:
         options: The options of the write.
 
     Raises:
-        InvalidColumn: The schema does not fit, or has a column of a type that only Python writes.
+        InvalidColumn: The schema is invalid, or has a column that only Python can write.
         InvalidOption: The application does not know the task, or tasks cannot share messages.
     """
 
@@ -95,7 +95,7 @@ class Grouping:
         self._check()
 
     def of(self, frame: DataFrame) -> DataFrame:
-        """Return a DataFrame, grouped."""
+        """Group a DataFrame."""
         layout, now_ms = self._app.rabbitdelay.topology.layout, wall_clock.ms()
         namespace = columns.TaskIds(self._options.job_id or str(uuid4())).namespace.bytes
         # Spark computes a column once if it has a name and others need it more than once.
@@ -119,7 +119,7 @@ class Grouping:
             takes = "takes true, and workers that serve distribution, if rows are grouped"
             raise InvalidOption("envelopes", str(options.envelopes).lower(), takes)
         if is_tracked(self._app.rabbitdelay, self._task):
-            takes = "takes no task that is tracked if rows are grouped: each is noted by itself"
+            takes = "takes no tracked task if rows are grouped: the registry notes each task"
             raise InvalidOption("task", options.task, takes)
         for name, kind in self._types.items():
             is_argument = name in self._arguments
@@ -127,7 +127,7 @@ class Grouping:
             fits = isinstance(kind, CONTAINERS.get(name, T.DataType))
             fits = fits and expressions.can_be_written(name, kind, is_argument)
             if name in ("key", *columns.SHARED) or (is_text and not fits):
-                takes = "is not written by Spark as Celery writes it; leave grouped out"
+                takes = "cannot be written by Spark as Celery writes it; write without grouped()"
                 raise InvalidColumn(name, kind.simpleString(), takes)
 
     def _ahead_us(self, now_ms: int) -> Column:
@@ -140,18 +140,18 @@ class Grouping:
         return F.ceil(F.col("delay").try_cast(SECONDS) * 1_000_000).cast("long")
 
     def _texts(self, now_ms: int) -> list[Column]:
-        """Return the parts of a row as text, its delay, and whether Python writes the same."""
+        """Return a row's parts as text, its delay, and whether the texts equal Python's."""
         ahead_us = self._ahead_us(now_ms)
-        told = [(_given(name), self._types[name]) for name in self._identity]
-        texts = [expressions.text(value, kind, COMPACT) for value, kind in told]
-        exact = all_of([expressions.is_exact(value, kind) for value, kind in told])
+        identity = [(_given(name), self._types[name]) for name in self._identity]
+        texts = [expressions.text(value, kind, COMPACT) for value, kind in identity]
+        exact = all_of([expressions.is_exact(value, kind) for value, kind in identity])
         task_id = F.lit(None).cast("string")
         if "task_id" in self._types:
             task_id = F.col("task_id").cast("string")
             is_short = F.octet_length(task_id) <= MAX_SHORTSTR_BYTES
             is_plain = task_id.rlike(expressions.PLAIN) & is_short
             exact = F.when(task_id.isNull(), exact).otherwise(is_plain)
-        # Python drops or refuses what is past, or sends it at once.
+        # Python drops or refuses past rows.
         is_for_spark = F.lit(True) if self._options.past == "send" else ahead_us >= 0
         return [
             F.ceil(F.when(ahead_us < 0, 0).otherwise(ahead_us) / 1000).alias(DELAY),
@@ -165,7 +165,7 @@ class Grouping:
         ]
 
     def _blocks(self) -> list[Column]:
-        """Return the two blocks of a row, and whether they are those that Python writes."""
+        """Return the two blocks of a row, and whether they equal Python's."""
         task_id = F.coalesce(F.col("task_id"), _uuid(F.col("digest")))
         headers = joined('{"headers":{"id":"', task_id)
         conditions = [F.col(EXACT)]
@@ -187,7 +187,7 @@ class Grouping:
             begin, end = ("(", ",)" if len(texts) == 1 else ")") if style is SHOWN else "[]"
             return joined(begin, F.concat_ws(style.comma, *texts), end)
         listed = expressions.text(args, kind, style)
-        # No arguments are a tuple, whatever they came from.
+        # Celery shows empty arguments as a tuple, also if they were a list.
         return F.when(F.size(args) == 0, "()").otherwise(listed) if style is SHOWN else listed
 
     def _kwargs(self, style: Style) -> Column:
@@ -197,11 +197,11 @@ class Grouping:
         return named[0][1] if "kwargs" in self._types else expressions.object_text(named, style)
 
     def _arguments_are_exact(self) -> Iterator[Column]:
-        """Yield whether Python writes the arguments so, and whether the task takes as many."""
+        """Yield whether the arguments equal Python's, and whether the task takes that many."""
         for name in self._arguments:
             yield expressions.is_exact(_given(name), self._types[name])
             if name in CONTAINERS:
-                # Python writes a null as no arguments.
+                # In Python, a null means no arguments.
                 yield _given(name).isNotNull()
         taken = numbers_taken(self._task, self._types, self._options)
         if isinstance(self._types.get("args"), T.ArrayType):

@@ -22,12 +22,12 @@ OF_TABLE: Final = "option."
 
 
 class Option(NamedTuple):
-    """What an option takes; stands in the annotation of its attribute.
+    """The values that an option takes, in the annotation of its attribute.
 
     To add one, add an attribute: ``job_id`` is the option ``jobId``.
 
     Attributes:
-        takes: In words, for the error.
+        takes: The values in words, for errors.
         read: Returns the value of a text, or raises :class:`ValueError`.
         only_with: The value of ``what``, or the protocol, that it belongs to; empty for any.
     """
@@ -63,7 +63,7 @@ def _as_ours(text: str) -> str:
 TEXT: Final = Option()
 FLAG: Final = Option("takes true or false", lambda text: ["false", "true"].index(text.lower()) == 1)
 SECONDS: Final = Option(
-    f"{TAKES_DURATION}, or as Spark has it, such as '1 minute' or 'interval 10 seconds'",
+    f"{TAKES_DURATION}, or a duration of Spark, such as '1 minute' or 'interval 10 seconds'",
     lambda text: parse_duration(_as_ours(text)).total_seconds(),
 )
 COLUMNS: Final = Option(
@@ -78,7 +78,7 @@ class ApplicationOptions(NamedTuple):
 
     Attributes:
         app: Its import path, as for ``celery -A``; None if the other options describe it.
-        broker: The URL of RabbitMQ; given without its password, which is put in.
+        broker: The URL of RabbitMQ; given without its password, which is then inserted.
         broker_password: The password. Spark hides options of such a name in plans and logs
             (``spark.redaction.regex``).
         registry: The URL of the registry's Redis, likewise.
@@ -114,9 +114,7 @@ class ApplicationOptions(NamedTuple):
         app, broker = given.get("app"), given.get("broker")
         if (app is None) == (broker is None):
             takes = "takes the import path of a Celery application; set either app or broker"
-            takes += (
-                "" if given else ". Spark passes on no options of a table: say with (app '...')"
-            )
+            takes += "" if given else ". Spark drops a table's options: add with (app '...')"
             raise InvalidOption("app", None if app is None else without_password(app), takes)
         for name in _OPTIONS[cls]:
             if app is not None and name != "app" and name.lower() in given:
@@ -134,7 +132,7 @@ class ApplicationOptions(NamedTuple):
 
     @property
     def broker_use_ssl(self) -> Mapping[str, object] | None:
-        """Celery's ``broker_use_ssl``; None without TLS. The broker's name is checked."""
+        """Celery's ``broker_use_ssl``, which verifies the broker's host name; None without TLS."""
         if not str(self.broker).startswith("amqps:"):
             return None
         files = {
@@ -142,7 +140,7 @@ class ApplicationOptions(NamedTuple):
             "certfile": self.broker_cert_file,
             "keyfile": self.broker_key_file,
         }
-        # kombu puts in the host of the URL.
+        # kombu sets it to the host of the URL.
         checks = {"cert_reqs": ssl.CERT_REQUIRED, "server_hostname": None}
         return checks | {name: file for name, file in files.items() if file is not None}
 
@@ -161,7 +159,7 @@ class WriteOptions(NamedTuple):
         tolerance: Seconds by which a task may start late.
         envelopes: Whether tasks that are due together share a message; None for the default of
             ``send_many``.
-        job_id: What the tasks' ids are derived from, together with the columns. None for a random
+        job_id: The text from which, with the columns, the tasks' ids are derived. None for a random
             one; for a stream, for the id of its query.
         id_column: The columns that identify a row; None for all.
         job: A job that the caller has opened, and commits or aborts; None if the write is a job of
@@ -212,8 +210,8 @@ class WriteOptions(NamedTuple):
     def of_call(cls, options: Mapping[str, object]) -> Self:
         """Read options that are Python values; None means that an option is not set.
 
-        A task, a queue and an application may be given themselves. Executors import the
-        application; without one and without a URL, it is the task's.
+        A task, a queue and an application may be given as objects. Executors import the
+        application; if neither it nor a URL is given, it is the task's.
 
         Raises:
             InvalidOption: As for :meth:`of`.
@@ -256,7 +254,7 @@ class ReadOptions(NamedTuple):
         return cls(ApplicationOptions.of(given), **_read(cls, given, given.get("what", "pending")))
 
 
-#: By class, the attribute of each option, and what it takes, by the option's name.
+#: The options of each class by name: their attributes, and the values that they take.
 _OPTIONS: Final[Mapping[type[NamedTuple], Mapping[str, tuple[str, Option]]]] = {
     cls: {
         re.sub("_(.)", lambda found: found[1].upper(), attribute): (attribute, hint.__metadata__[0])
@@ -268,7 +266,7 @@ _OPTIONS: Final[Mapping[type[NamedTuple], Mapping[str, tuple[str, Option]]]] = {
 
 
 def _as_text(value: object) -> str:
-    """Return a value as Spark's options have it."""
+    """Return a value as the text of an option."""
     if isinstance(value, celery.Celery):
         return _import_path(value)
     if isinstance(value, list | tuple):
@@ -277,13 +275,13 @@ def _as_text(value: object) -> str:
 
 
 def _import_path(app: celery.Celery) -> str:
-    """Return where executors find an application.
+    """Return the import path of an application, for executors.
 
     Raises:
-        InvalidOption: It is in no module that they can import.
+        InvalidOption: It is in no module that executors can import.
     """
     for path, module in [*sys.modules.items()]:
-        # Executors have another main module, and Celery's own notes of the default application.
+        # Executors have another main module, and another default application in Celery's modules.
         if path.partition(".")[0] not in ("__main__", "celery"):
             for name, value in [*getattr(module, "__dict__", {}).items()]:
                 if value is app:
@@ -300,7 +298,7 @@ def _known(options: Mapping[str, str], cls: type[NamedTuple]) -> dict[str, str]:
     """
     given = {name.lower(): value for name, value in options.items()}
     if "provider" in given:
-        # CREATE TABLE: each option twice, among properties of the table and of Spark's own.
+        # CREATE TABLE passes each option twice, among properties of the table and of Spark.
         stated = {name: value for name, value in given.items() if name.startswith(OF_TABLE)}
         given = {name.removeprefix(OF_TABLE): value for name, value in stated.items()}
     # Spark passes its own two options on to every streaming sink.

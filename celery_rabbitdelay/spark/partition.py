@@ -1,4 +1,4 @@
-"""The rows of one partition go through ``send_many``; refused rows fail it, or are collected."""
+"""Sends the rows of one partition by ``send_many``; refused rows fail it, or are collected."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from celery_rabbitdelay.spark.application import MADE, CeleryTask, find_task
 from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds, seconds, shown
 from celery_rabbitdelay.spark.options import WriteOptions
 
-#: About how many bytes of rows are kept in memory where rows differ in their task or queue, or
-#: refused ones are collected, and how many a row takes beside its values. Only rows that are kept
-#: together share envelopes, or a file of refused rows.
+#: The approximate bytes of rows in memory, if rows differ in their task or queue or if refused rows
+#: are collected, and the bytes of a row beside its values. Only rows that are in memory together
+#: share envelopes, or a file of refused rows.
 CHUNK_BYTES: Final = 64_000_000
 ROW_BYTES: Final = 1000
 
-#: The further columns of refused rows: the error's name and its text, the job of the write, and the
-#: partition and the attempt of Spark that has read them, such as "3.0".
+#: The further columns of refused rows: the error's name and its text, the job of the write, and
+#: Spark's partition and attempt, such as "3.0".
 FURTHER: Final = tuple(f"rabbitdelay_{each}" for each in ("error", "reason", "job", "attempt"))
 
-#: Where a file of Parquet says which types its columns have in Spark.
+#: The key in the metadata of a Parquet file for its columns' types in Spark.
 SPARKS_SCHEMA: Final = "org.apache.spark.sql.parquet.row.metadata"
 
-#: The seconds for which a partition reserves its part of the rate that all share.
+#: The seconds for which a partition reserves its share of the common rate.
 RESERVED_FOR: Final = 0.25
 
-#: What ``send_many`` is given.
+#: A row for ``send_many``.
 Given: TypeAlias = "Row | WrittenRows"
 
 #: The errors of one row, which say nothing about the others.
@@ -63,17 +63,17 @@ ROW_ERRORS: Final = (TypeError, ValueError, EncodeError, MessageRefused)
 
 @dataclass(kw_only=True)
 class Counts:
-    """What was sent.
+    """The figures of a write.
 
     Attributes:
-        rows: How many rows there were.
-        confirmed: How many rows RabbitMQ has confirmed.
-        messages: In how many messages.
-        envelopes: How many of these hold several rows.
+        rows: The number of rows.
+        confirmed: The number of rows that RabbitMQ has confirmed.
+        messages: The number of confirmed messages.
+        envelopes: The number of confirmed messages that hold several rows.
         resent: How often a message was published again.
-        dropped: How many rows were not sent since their time had passed (``past = "drop"``).
-        seconds: How long sending took, added up over the partitions.
-        refused: How many rows were refused, by the name of the error.
+        dropped: The number of rows that were not sent because they were past (``past = "drop"``).
+        seconds: The seconds of sending, added up over the partitions.
+        refused: The number of refused rows, by the name of the error.
     """
 
     rows: int = 0
@@ -113,7 +113,8 @@ class PartitionSender:
         columns: Reads the rows.
         options: The options of the write.
         write: The name of the write.
-        began_ms: Rows that were due before that are past, in milliseconds since 1970-01-01 UTC.
+        began_ms: When the write began, in milliseconds since 1970-01-01 UTC; rows that were due
+            before are past.
         report: The report.
     """
 
@@ -127,11 +128,11 @@ class PartitionSender:
     _refused: list[list[object]] = field(default_factory=list, init=False)
 
     def send(self, batches: Iterator[pa.RecordBatch], ids: TaskIds) -> PartitionReport:
-        """Send rows; the broker has confirmed all of them on return.
+        """Send rows, and wait for all confirms.
 
         Raises:
             RowsNotConfirmed: Rows were not confirmed, and are not collected.
-            InvalidRow: A row is invalid, likewise.
+            InvalidRow: A row is invalid, and is not collected.
         """
         try:
             if self.columns.are_shared and self.options.errors_path is None:
@@ -142,13 +143,14 @@ class PartitionSender:
                 for chunk in _chunks(batches):
                     self._send_chunk(self.columns.taken(chunk, ids))
         except Exception as error:
-            # Spark does not say which one.
-            error.add_note(f"This was partition {self.report.partition}, whose rows count from 0.")
+            # Spark's error does not name the partition.
+            number = self.report.partition
+            error.add_note(f"This is partition {number}. Its rows are numbered from 0.")
             raise
         return self.report
 
     def _row(self, taken: Taken) -> Given | None:
-        """Return a row as it is sent; None if it is dropped."""
+        """Return the row to send; None if it is dropped."""
         row = taken.row
         self.report.rows += row.count if isinstance(row, WrittenRows) else 1
         if isinstance(row, Exception):
@@ -202,7 +204,7 @@ class PartitionSender:
                         if self.options.errors_path is None or not isinstance(why, ROW_ERRORS):
                             raise
                         self._refuse(members[bisect_right(numbers, number) - 1][0], why)
-                    # Those behind many refused rows were not taken.
+                    # send_many took no rows behind too many refused ones.
                     members = [] if failed.rest is None else members[numbers.index(failed.rest) :]
         self._write_refused()
 
@@ -210,7 +212,7 @@ class PartitionSender:
         options: dict[str, Any] = json.loads(shared.options)
         if self.report.job:
             options |= {"job": self.report.job, "once": True}
-        if self.app.main == MADE:  # it does not know how the queue was declared
+        if self.app.main == MADE:  # such an application does not know how the queue is declared
             queue = options.get("queue") or self.app.conf.task_default_queue
             self.app.amqp.queues.add(Queue(queue, no_declare=True))
         if self.options.max_rate is not None:
@@ -226,7 +228,7 @@ class PartitionSender:
             self.report.add(report)
 
     def _paced(self, rows: Iterable[Given], rate: float) -> Iterator[Given]:
-        """Yield rows when their time has come, by the rate that all partitions share."""
+        """Yield rows at the rate that all partitions share."""
         registry, reserved = self.app.rabbitdelay.registry, 0
         for row in rows:
             if reserved < _count(row):
@@ -247,7 +249,7 @@ class PartitionSender:
         self._refused.append([*taken.given.values(), *texts])
 
     def _write_refused(self) -> None:
-        """Write the refused rows, which Spark reads with their types, and their errors."""
+        """Write the refused rows, with the types that they have in Spark, and their errors."""
         if self.options.errors_path is None or not self._refused:
             return
         # Parquet has no columns of nulls alone.
@@ -271,7 +273,7 @@ def folder_of(path: str) -> tuple[fs.FileSystem, str]:
     """Create the folder for refused rows; return its file system, and its path there.
 
     Raises:
-        InvalidOption: There can be no such folder.
+        InvalidOption: The folder cannot be created.
     """
     try:
         filesystem, folder = fs.FileSystem.from_uri(path)

@@ -1,7 +1,7 @@
 """A write: each partition is sent by an executor, and Spark's commit lets all tasks run.
 
 With a registry, a write is a job: the executors open it, its tasks do not run before Spark commits,
-and none of them does if Spark aborts. So a partition that was sent twice, or only half, is no harm.
+and none of them runs if Spark aborts. So a partition may be sent twice, or only in part.
 Without a registry, each task is sent at least once.
 """
 
@@ -67,21 +67,20 @@ def dispatch(
         frame: The rows; see the guide for its columns.
         task: The task or its name, if there is no such column. Without ``app`` and ``broker``, a
             task is sent by its own application, which executors import.
-        group: Whether Spark brings together what is due together, as :func:`.grouped` does. None:
-            if there is a tolerance, and the columns can be grouped.
+        group: Whether Spark groups tasks that are due together, as :func:`.grouped` does. None: if
+            there is a tolerance, and the columns can be grouped.
         **options: The options of a write.
 
     Returns:
-        The report. With a registry, the tasks run from now on; without one, they do as soon as they
-        are sent.
+        The report. With a registry, no task runs before all rows are sent; without one, tasks may.
 
     Raises:
         InvalidOption: An option is wrong, or tasks cannot be grouped.
-        InvalidColumn: The schema does not fit, or cannot be grouped.
+        InvalidColumn: The schema is invalid, or cannot be grouped.
         pyspark.errors.PySparkException: A partition failed. With a registry, no task runs.
     """
     checked = WriteOptions.of_call(options if task is None else {**options, "task": task})
-    # The rows that Spark writes have ids of the same job as the others.
+    # Ids are derived from the same job, whether Spark or Python writes a row.
     job_id = checked.job_id or str(uuid4())
     if group or (group is None and checked.tolerance > 0):
         try:
@@ -108,8 +107,7 @@ def dispatch(
     return report
 
 
-#: The properties that Spark sets for the tasks of a stream: which batch, of which query, in which
-#: run of it.
+#: Spark's properties of the tasks of a stream: the batch, the query, and the run of the query.
 OF_STREAM: Final = ("streaming.sql.batchId", "sql.streaming.queryId", "spark.jobGroup.id")
 
 Messages: TypeAlias = Sequence[WriterCommitMessage | None]
@@ -133,20 +131,20 @@ class Names(NamedTuple):
 class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter):
     """Writes a DataFrame, or the micro-batches of a query, each as a job; pickled for executors.
 
-    Spark hands on batches of Arrow for a stream as well, since it asks first whether a writer takes
-    them.
+    Spark passes batches of Arrow for a stream as well, because it first checks whether a writer
+    takes them.
 
     Args:
         schema: The schema of the rows.
         options: The options.
         job_id: The text from which ids are derived; None for that of the options, or a random one.
-        is_stream: Whether it writes a query.
+        is_stream: Whether it writes a stream.
 
     Attributes:
-        job: The job of the registry; None without one, and for a query.
+        job: The job of the registry; None without a registry, and for a stream.
 
     Raises:
-        InvalidColumn: The schema does not fit.
+        InvalidColumn: The schema is invalid.
         InvalidOption: The application cannot be imported, or does not know the task, or the task
             does not take these arguments.
     """
@@ -185,7 +183,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
         names = self._of_batch or _of_micro_batch(self._options)
         app, options = application.application_of(self._options.application), self._options
         found = Columns(self._schema, options)
-        # Closed in order: Spark ends its Python processes without a word.
+        # Spark kills its Python processes: close the connections before.
         with closing(app.rabbitdelay):
             if self._opens_jobs:
                 self._open(app, names.write)
@@ -197,7 +195,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
 
     @application.briefly
     def commit(self, messages: Messages, batchId: int | None = None) -> None:  # noqa: N803
-        """Let the tasks run: all partitions are sent.
+        """Commit the jobs, so that their tasks run: all partitions are sent.
 
         Raises:
             JobClosed: The job has expired, so none of its tasks runs.
@@ -211,7 +209,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
 
     @application.briefly
     def abort(self, messages: Messages, batchId: int | None = None) -> None:  # noqa: N803
-        """Let no task run: a partition has failed."""
+        """Abort the jobs, so that none of their tasks runs: a partition has failed."""
         app = application.application_of(self._options.application)
         # Only the executors know a micro-batch's job, which is the same for all of them.
         jobs = {each.job for each in messages if isinstance(each, PartitionReport)}

@@ -90,7 +90,7 @@ def test_a_row_has_the_arguments_and_the_delay_of_its_columns() -> None:
     ("columns", "reason"),
     [
         ({"args": (T.StringType(), ["{}"])}, "the JSON of its args is not a list"),
-        ({"kwargs": (T.StringType(), ["[1"])}, "its kwargs is no JSON"),
+        ({"kwargs": (T.StringType(), ["[1"])}, "its kwargs is not JSON"),
         ({"delay": (T.DoubleType(), [None])}, "its delay is null"),
     ],
 )
@@ -132,7 +132,7 @@ OWN = {"kwargsFromColumns": "true"}
         ({"delay": LONG, "kwargs": T.MapType(LONG, LONG)}, {}, "takes a map with string keys"),
         ({"delay": LONG, "odd": LONG}, {}, "column odd (bigint): is unknown"),
         ({"delay": LONG, "kwargs": TEXT}, OWN, "column kwargs (string): cannot be combined"),
-        ({"delay": LONG, "DELAY": LONG}, {}, "column DELAY (bigint): is there twice"),
+        ({"delay": LONG, "DELAY": LONG}, {}, "column DELAY (bigint): appears twice"),
         ({"delay": LONG, "args": T.ArrayType(DAYS)}, {}, "JSON cannot express interval day"),
         ({"delay": LONG, "wait": DAYS}, OWN, "express interval day to second;"),
     ],
