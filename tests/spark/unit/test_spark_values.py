@@ -236,7 +236,7 @@ def test_sparks_own_options_are_left_alone() -> None:
     assert ReadOptions.of(given) == ReadOptions.of({"app": "shop", "what": "levels"})
     with pytest.raises(InvalidOption, match="option wath: is unknown; did you mean what"):
         ReadOptions.of({**given, "option.wath": "levels"})
-    with pytest.raises(InvalidOption, match=r"no options of a table: say with \(app"):
+    with pytest.raises(InvalidOption, match=r"drops a table's options: add with \(app"):
         WriteOptions.of({})
 
 
