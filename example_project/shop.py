@@ -7,10 +7,10 @@ from urllib.request import Request, urlopen
 
 from celery_rabbitdelay import Celery
 
-#: Where the mail provider takes mails.
+#: The URL of the mail provider.
 MAIL_GATEWAY_URL: Final = os.environ.get("MAIL_GATEWAY_URL", "http://127.0.0.1:8025/mails")
 
-#: The Redis that holds the registry (what waits, and what was written as a whole) and the results.
+#: The Redis for the registry, which lists the waiting tasks, and for the results.
 REDIS_URL: Final = os.environ.get("SHOP_REDIS_URL", "redis://localhost")
 
 #: With an amqps:// URL, Celery's broker_use_ssl as JSON: the files with the certificates.
@@ -34,7 +34,7 @@ app.conf.update(
 def remind(order_id: str, customer_id: str, number_of_cds: int) -> None:
     """Ask a customer for a review; if the gateway refuses the mail, try again 1, 2, 4 ... s later.
 
-    The task may run twice. The idempotency key makes the gateway send the mail once all the same.
+    The task may run twice. Because of the idempotency key, the gateway sends only one mail.
     """
     text = f"Dear customer {customer_id}, how do your {number_of_cds} CDs sound?"
     mail = {"customer": customer_id, "order": order_id, "text": text}

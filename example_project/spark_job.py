@@ -24,13 +24,13 @@ FIRST_DAY: Final = date(1997, 1, 1)
 #: Customers are asked for a review 14 days after an order.
 REMIND_AFTER: Final = timedelta(days=14)
 
-#: This job is about the orders of January 1997, of at least 15 dollars.
+#: The job sends reminders for the orders of January 1997 of at least 15 dollars.
 CHOSEN: Final = "ordered_on < date '1997-02-01' and dollars >= 15"
 
-#: It replays the month from now on, and a day lasts one second: 14 days become 14 s.
+#: The job replays the month from now on, with days of one second: 14 days become 14 s.
 REPLAYED_DAY: Final = timedelta(seconds=1)
 
-#: The tasks' ids are derived from it and from the orders: sent again, they are the same.
+#: The tasks' ids are derived from this id and the orders, so another run sends the same ids.
 JOB_ID: Final = "review-reminders"
 
 
@@ -60,7 +60,7 @@ def read_orders(spark: SparkSession, path: Path = ORDERS) -> DataFrame:
 
 
 def reminders(orders: DataFrame, begins: datetime, day: timedelta = REPLAYED_DAY) -> DataFrame:
-    """Return a row for each order: the arguments of its task, and the instant at which it is due.
+    """Return a row for each order: the arguments of its task, and its due time.
 
     Args:
         orders: The orders.

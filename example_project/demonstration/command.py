@@ -60,9 +60,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _stop_in_order() -> None:
-    """Have the signals that end a process end it by way of its ``with`` blocks."""
+    """Leave the ``with`` blocks when a signal ends the process."""
     for signum in _STOP_SIGNALS:
-        # One that is ignored from the start (nohup) stays so.
+        # A signal that is ignored from the start (nohup) stays ignored.
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _stop)
 

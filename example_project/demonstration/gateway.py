@@ -1,8 +1,8 @@
 """A mail gateway that speaks HTTP: it refuses a mail now and then, and sends none twice.
 
 The shop's task posts its mails here, as it would to a mail provider. The gateway runs in the
-demonstration's own process, so its outbox outlives a killed worker: it is the witness of what was
-delivered. ``python -m example_project.demonstration.gateway`` runs one at the shop's default URL.
+demonstration's own process, so its outbox outlives a killed worker and shows what was delivered.
+``python -m example_project.demonstration.gateway`` runs one at the shop's default URL.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 
-#: How many of a hundred attempts the gateway refuses.
+#: The percentage of attempts that the gateway refuses.
 REFUSED_PERCENT: Final = 10
 
-#: Seconds between the mail's going out and the gateway's answer. A worker that is killed in
-#: between does not know that the mail is out, and that is what the idempotency key is for.
+#: Seconds between sending a mail and answering. A worker that is killed in between does not know
+#: that the mail was sent; the idempotency key prevents a second mail.
 ANSWER_TIME: Final = 0.01
 
 #: The port of the shop's default URL.
@@ -53,16 +53,16 @@ class MailGateway:
         return True
 
     def orders_mailed(self) -> int:
-        """For how many orders a mail went out."""
+        """Return the number of orders with a mail."""
         return len(self._outbox)
 
     def mails(self) -> dict[str, int]:
-        """How many mails went out, by order; without the key it could be more than one."""
+        """Return the number of mails by order; without the key, it could be more than one."""
         with self._lock:
             return dict(self._outbox)
 
     def refused(self) -> int:
-        """How many attempts were refused."""
+        """Return the number of refused attempts."""
         with self._lock:
             return self._refused.total()
 
@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def refusals(idempotency_key: str) -> int:
-    """How many attempts the gateway refuses before it takes a mail: the same in every run."""
+    """Return how many attempts are refused before a mail is taken; the same in every run."""
     attempt = 0
     while _percent_of(f"{idempotency_key}/{attempt}") < REFUSED_PERCENT:
         attempt += 1

@@ -1,4 +1,4 @@
-"""What the worker and the Spark job did in a run, as they write it into Redis."""
+"""The journal of a run, which the worker and the Spark job write into Redis."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from redis import Redis
 
 
 class Start(NamedTuple):
-    """A worker began to execute a reminder.
+    """The start of a reminder in a worker.
 
     Attributes:
         order_id: The order.
@@ -26,13 +26,13 @@ class Start(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """The Spark job has ended.
+    """The report of the Spark job at its end.
 
     Attributes:
-        orders: How many orders it read.
-        seconds: How long writing their reminders took.
-        listed: How many of these the registry listed as waiting then.
-        messages: In how many messages they waited, as RabbitMQ counted the delay queues.
+        orders: The number of orders that it read.
+        seconds: The seconds that it took to write their reminders.
+        listed: The number of reminders that the registry then listed as waiting.
+        messages: The number of messages in the delay queues then.
     """
 
     orders: int
@@ -45,7 +45,7 @@ class Journal:
     """The journal of one run.
 
     Args:
-        redis: Where; a client that answers in text.
+        redis: A client that returns text.
         prefix: The beginning of its keys.
     """
 
@@ -56,7 +56,7 @@ class Journal:
         self._dispatch = f"{prefix}:journal:dispatch"
 
     def write_sent(self, due_ms: Mapping[str, int]) -> None:
-        """RabbitMQ has confirmed the reminders of some orders.
+        """Record that RabbitMQ has confirmed the reminders of some orders.
 
         Args:
             due_ms: When each of them is due, in milliseconds since 1970-01-01 UTC, by order.
@@ -65,15 +65,15 @@ class Journal:
             self._redis.hset(self._sent, mapping={order: str(due) for order, due in due_ms.items()})
 
     def write_start(self, start: Start) -> None:
-        """Note that a worker has begun."""
+        """Record the start of a reminder."""
         self._redis.rpush(self._starts, json.dumps(start))
 
     def write_dispatch(self, dispatch: Dispatch) -> None:
-        """Every reminder is sent."""
+        """Record the end of the Spark job."""
         self._redis.set(self._dispatch, json.dumps(dispatch))
 
     def sent_count(self) -> int:
-        """How many reminders RabbitMQ has confirmed."""
+        """Return the number of reminders that RabbitMQ has confirmed."""
         return self._redis.hlen(self._sent)
 
     def sent(self) -> dict[str, int]:
@@ -82,10 +82,10 @@ class Journal:
         return {str(order_id): int(due_ms) for order_id, due_ms in sent.items()}
 
     def starts(self) -> list[Start]:
-        """Every start, in order."""
+        """Return all starts, in order."""
         return [Start(*json.loads(entry)) for entry in self._redis.lrange(self._starts, 0, -1)]
 
     def dispatch(self) -> Dispatch | None:
-        """Return the end of the Spark job; None until then."""
+        """Return the report of the Spark job; None until it has ended."""
         entry = self._redis.get(self._dispatch)
         return None if entry is None else Dispatch(*json.loads(entry))

@@ -1,4 +1,4 @@
-"""The shop as the demonstration runs it: names of its own on the servers, and a journal.
+"""The shop as the demonstration runs it: with unique names on the servers, and a journal.
 
 The worker and the Spark executors import this module instead of ``example_project.shop``.
 """
@@ -19,7 +19,7 @@ __all__ = ["app", "journal", "remind", "run"]
 run = Run.from_environment()
 
 app.conf.update(
-    # Servers that are not ours may hold the queues and keys of others.
+    # The servers may also hold queues and keys of other programs.
     rabbitdelay_prefix=run.prefix,
     task_default_queue=run.queue,
     result_backend_transport_options={"global_keyprefix": f"{run.prefix}:"},
@@ -33,7 +33,7 @@ journal = Journal(run.connect_redis(), run.prefix)
 
 @task_prerun.connect(sender=remind)
 def write_start(task: Task[..., None], kwargs: Mapping[str, Any], **_: Any) -> None:
-    """Write into the journal that a reminder begins."""
+    """Record the start of a reminder in the journal."""
     started_ms = time.time_ns() // 1_000_000
     request = task.request
     is_delayed = "rabbitdelay-due" in (request.headers or {})

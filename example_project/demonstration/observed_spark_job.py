@@ -22,7 +22,7 @@ HEAD_START: Final = timedelta(seconds=5)
 #: Where Spark's Python processes import the application.
 OBSERVED_APP: Final = "example_project.demonstration.observed_shop:app"
 
-#: How many executor processes send at the same time.
+#: The number of executor processes that send at the same time.
 EXECUTORS: Final = 2
 
 
@@ -36,7 +36,7 @@ def main() -> None:
         reminders = spark_job.reminders(orders, begins=written_at + HEAD_START)
         spark_job.send(reminders, OBSERVED_APP)
         seconds = (datetime.now(UTC) - written_at).total_seconds()
-        # A format returns nothing, so others say what was sent: the registry, and the broker.
+        # A format returns nothing: ask the registry and the broker what was sent.
         listed = observed_shop.app.rabbitdelay.count(task=observed_shop.remind.name)
         messages = count_in_levels(observed_shop.run)
         due_ms = reminders.select("order_id", F.unix_millis("eta").alias("due_ms")).collect()
@@ -48,7 +48,7 @@ def main() -> None:
 
 def start_spark(folder: Path) -> SparkSession:
     """Start Spark in this process, on the loopback interface, with all its files in a folder."""
-    # Most of a job this short is Java warming up; the quick compiler alone saves three seconds.
+    # Such a short job is mostly Java warming up; using only the quick compiler saves three seconds.
     quick = "-XX:TieredStopAtLevel=1"
     java_options = f"{quick} -Djava.io.tmpdir={folder} -Dderby.system.home={folder}"
     settings: dict[str, bool | float | int | str | None] = {

@@ -1,6 +1,6 @@
-"""What became of a run: counted from its journal and from the mails that went out.
+"""The outcome of a run, counted from its journal and the mails.
 
-Pure: no server.
+Uses no server.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from example_project.demonstration.journal import Dispatch, Start
 
-#: How many reminders must be waiting when the worker is killed, or the run shows little.
+#: The minimum number of reminders that wait when the worker is killed, or the run shows little.
 LEAST_WAITING: Final = 1_000
 
 
@@ -34,13 +34,12 @@ class FirstStart(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """The worker was killed.
+    """The kill of the worker.
 
     Attributes:
         killed_ms: When, in milliseconds since 1970-01-01 UTC.
-        waiting: How many reminders were sent and had not been started then.
-        in_levels: How many messages the broker counted in its delay queues right after, retries
-            among them.
+        waiting: The number of reminders that were sent and had not started then.
+        in_levels: The number of messages in the delay queues right after the kill, with retries.
     """
 
     killed_ms: int
@@ -50,17 +49,17 @@ class Kill(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """The outcome of a run.
 
     Attributes:
-        dispatch: What the Spark job says.
-        sent: The orders whose reminders RabbitMQ has confirmed, and when the shop said that each
-            is due, in milliseconds since 1970-01-01 UTC.
-        starts: Every start of a task, in order.
-        mails: How many mails went out, by order, as the gateway counts them.
-        refused: How many attempts the gateway refused.
-        results: How many tasks have the result SUCCESS in Celery's result backend.
-        kill: When the worker was killed, and what was waiting then.
+        dispatch: The report of the Spark job.
+        sent: The due times of the reminders that RabbitMQ has confirmed, by order, in milliseconds
+            since 1970-01-01 UTC.
+        starts: All starts of tasks, in order.
+        mails: The number of mails that the gateway sent, by order.
+        refused: The number of attempts that the gateway refused.
+        results: The number of tasks with the result SUCCESS in Celery's result backend.
+        kill: The kill of the worker.
     """
 
     dispatch: Dispatch
@@ -73,37 +72,37 @@ class Outcome:
 
     @property
     def delivered(self) -> int:
-        """Orders for which a mail went out."""
+        """Orders with a mail."""
         return len(self.mails)
 
     @property
     def duplicates(self) -> int:
-        """Orders for which more than one mail went out."""
+        """Orders with more than one mail."""
         return sum(count > 1 for count in self.mails.values())
 
     @property
     def lost(self) -> int:
-        """Orders without a mail although the broker had confirmed their reminder."""
+        """Orders without a mail, although the broker had confirmed their reminder."""
         return len(self.sent.keys() - self.mails.keys())
 
     @property
     def unseen(self) -> int:
-        """Orders for which a mail went out although the journal has no start of their task."""
+        """Orders with a mail, although the journal has no start of their task."""
         return len(self.mails.keys() - {start.order_id for start in self.starts})
 
     @property
     def retried(self) -> int:
-        """Orders for which the task was retried at least once."""
+        """Orders whose task was retried at least once."""
         return len({start.order_id for start in self.starts if start.attempt > 0})
 
     @property
     def retries(self) -> int:
-        """Retries, of all orders together."""
+        """Retries of all orders."""
         return len({(start.order_id, start.attempt) for start in self.starts if start.attempt > 0})
 
     @property
     def redelivered(self) -> int:
-        """Starts of messages that the broker had handed to a worker before."""
+        """Starts of messages that the broker had delivered before."""
         return sum(start.redelivered for start in self.starts)
 
     @property
@@ -114,7 +113,7 @@ class Outcome:
 
     @cached_property
     def first_starts(self) -> list[FirstStart]:
-        """The first start of each order that was sent with a delay, with the shop's due instant."""
+        """The first start of each order that was sent with a delay, with its due time."""
         first: dict[str, FirstStart] = {}
         for start in self.starts:
             if start.attempt == 0 and start.is_delayed and start.order_id in self.sent:
@@ -131,7 +130,7 @@ class Outcome:
 
     @property
     def back_ms(self) -> int:
-        """When a task was first started after the kill, in milliseconds since 1970-01-01 UTC."""
+        """The first start of a task after the kill, in milliseconds since 1970-01-01 UTC."""
         killed_ms = self.kill.killed_ms
         return min(
             (start.started_ms for start in self.starts if start.started_ms > killed_ms),
@@ -145,7 +144,7 @@ class Outcome:
 
     @cached_property
     def lateness_before_kill(self) -> list[int]:
-        """The same, of those that started before the worker was killed."""
+        """The same for first attempts that started before the kill."""
         killed_ms = self.kill.killed_ms
         return sorted(
             start.lateness_ms for start in self.first_starts if start.started_ms <= killed_ms
@@ -159,7 +158,7 @@ class Outcome:
             ),
             f"{self.lost:,} reminders are lost": self.lost != 0,
             f"{self.duplicates:,} orders were mailed more than once": self.duplicates != 0,
-            f"{self.unseen:,} orders were mailed, and no start was seen": self.unseen != 0,
+            f"{self.unseen:,} orders were mailed, but no start was recorded": self.unseen != 0,
             "no lateness was measured": not self.lateness,
             "a reminder was early": bool(self.lateness) and self.lateness[0] < 0,
             f"only {self.kill.waiting:,} reminders were waiting when the worker was killed; "

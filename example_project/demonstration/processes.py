@@ -42,10 +42,10 @@ class ChildProcess:
     """A Python process that runs a module, with a log of its own; ends with its context.
 
     Args:
-        name: What its log and its folder are called.
+        name: The name of its log and its folder.
         module: The module, as ``python -m`` takes it, and its arguments.
         folder: Where to put the log and the process's own folder.
-        environment: What the process finds in its environment besides ours.
+        environment: Environment variables of the process, besides ours.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ChildProcess:
             **os.environ,
             **environment,
             "PYTHONPATH": _python_path(),
-            # What a killed process leaves behind goes with the folder.
+            # Files that a killed process leaves behind are removed with the folder.
             "TMPDIR": str(self._folder),
         }
         self._process: subprocess.Popen[bytes] | None = None
@@ -95,8 +95,8 @@ class ChildProcess:
         """Start the process, also again after a :meth:`kill`."""
         self._folder.mkdir(exist_ok=True)
         with self.log_path.open("ab") as log:
-            # A process group of its own, so that a Ctrl-C at the terminal reaches us alone, and
-            # a kill reaches the processes that this one has started.
+            # A process group of its own, so that Ctrl-C does not reach it, and a kill reaches its
+            # child processes.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *self._module],
                 cwd=self._folder,
@@ -108,14 +108,14 @@ class ChildProcess:
             )
 
     def kill(self) -> None:
-        """Kill the process and all that it has started, without warning (SIGKILL)."""
+        """Kill the process and its child processes (SIGKILL)."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def stop(self) -> None:
-        """Have the process end in order (SIGTERM), by force if need be."""
+        """Stop the process (SIGTERM), and kill it if it does not end in time."""
         if self._process is not None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

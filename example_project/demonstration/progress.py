@@ -1,10 +1,10 @@
-"""What the terminal shows while a run lasts."""
+"""The progress of a run in the terminal."""
 
 import sys
 import time
 from typing import Final, TextIO
 
-#: Seconds between two lines where the output is not a terminal.
+#: Seconds between two lines if the output is not a terminal.
 LINE_INTERVAL: Final = 5.0
 
 
@@ -12,7 +12,7 @@ class Progress:
     """Prints phases as lines, and counts as one line that is rewritten on a terminal.
 
     Args:
-        output: Where to.
+        output: The file to print to.
     """
 
     def __init__(self, output: TextIO = sys.stdout) -> None:
@@ -29,7 +29,7 @@ class Progress:
         self._print(f"{self._elapsed} {phase}")
 
     def counts(self, sent: int, delivered: int) -> None:
-        """Show how far the run is; call it as often as you like."""
+        """Show the counts; call it as often as you like."""
         counts = f"sent {sent:,}, delivered {delivered:,}, waiting {sent - delivered:,}"
         if self._rewrites:
             self._output.write(f"\r\033[K{self._elapsed}   {counts}")
@@ -39,7 +39,7 @@ class Progress:
             self._print(f"{self._elapsed}   {counts}")
 
     def end(self) -> None:
-        """Leave the line that is rewritten."""
+        """Clear the line that is rewritten."""
         if self._rewrites:
             self._output.write("\r\033[K")
             self._output.flush()

@@ -4,7 +4,7 @@ from example_project.demonstration.outcome import Outcome, percentile
 
 
 def table(outcome: Outcome) -> str:
-    """Everything that was counted and measured, as text."""
+    """Return all counts and measurements as text."""
     return "\n".join([_counts(outcome), "", _lateness(outcome)])
 
 

@@ -1,4 +1,4 @@
-"""What Celery's result backend, Redis, holds of a run."""
+"""The results of a run in Celery's result backend, Redis."""
 
 import json
 from typing import Final
@@ -6,12 +6,12 @@ from typing import Final
 from celery.states import SUCCESS
 from redis import Redis
 
-#: How many results are read in one step.
+#: The number of results that are read in one step.
 _RESULTS_AT_ONCE: Final = 1000
 
 
 def count_succeeded(redis: Redis, prefix: str) -> int:
-    """How many tasks have the result SUCCESS.
+    """Return the number of tasks with the result SUCCESS.
 
     Args:
         redis: The result backend's Redis.

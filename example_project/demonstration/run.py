@@ -1,4 +1,4 @@
-"""One run of the demonstration: where its servers are, and how its names begin there."""
+"""One run of the demonstration: its servers, and the prefix of its names on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from redis import Redis
 BROKER_URL: Final = "RABBITDELAY_BROKER_URL"
 REDIS_URL: Final = "RABBITDELAY_REDIS_URL"
 
-#: What the processes of a run find in their environment.
+#: Environment variables of the processes of a run.
 _RUN_NAME: Final = "RECORD_SHOP_RUN"
 _RUN_REDIS_URL: Final = "SHOP_REDIS_URL"
 _RUN_BROKER_USE_SSL: Final = "SHOP_BROKER_USE_SSL"
@@ -23,13 +23,13 @@ _RUN_BROKER_USE_SSL: Final = "SHOP_BROKER_USE_SSL"
 
 @dataclass(frozen=True)
 class Run:
-    """One run; Spark's executors, the worker and the terminal find each other by it.
+    """One run, as the Spark job, the worker and the terminal know it.
 
     Attributes:
-        name: Two runs of different names never meet, not even on the same servers.
-        broker_url: RabbitMQ.
-        redis_url: Redis, for the registry, Celery's results and the journal.
-        mail_gateway_url: Where the mail gateway takes mails.
+        name: The name; runs of different names never meet, even on the same servers.
+        broker_url: The URL of RabbitMQ.
+        redis_url: The URL of Redis, for the registry, Celery's results and the journal.
+        mail_gateway_url: The URL of the mail gateway.
         broker_use_ssl: Celery's setting; False without TLS.
     """
 
@@ -57,7 +57,7 @@ class Run:
             "MAIL_GATEWAY_URL": self.mail_gateway_url,
             # Celery prefers this variable, which the terminal may have set, to its configuration.
             "CELERY_RESULT_BACKEND": self.redis_url,
-            # The mails stay on this machine even where the terminal has set a proxy.
+            # The mails stay on this machine, even if the terminal has set a proxy.
             "no_proxy": "127.0.0.1",
             _RUN_NAME: self.name,
             _RUN_BROKER_USE_SSL: json.dumps(self.broker_use_ssl),
@@ -68,7 +68,7 @@ class Run:
         return Connection(self.broker_url, ssl=self.broker_use_ssl, connect_timeout=5)
 
     def connect_redis(self) -> Redis:
-        """Return a client of the run's Redis that answers in text and connects at its first use."""
+        """Return a client of the run's Redis, which returns text and connects at its first use."""
         return Redis.from_url(self.redis_url, decode_responses=True)
 
     @property

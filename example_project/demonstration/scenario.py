@@ -21,26 +21,26 @@ from example_project.demonstration.servers import count_in_levels, running_serve
 #: Seconds that the Spark job may take, with the start of Java.
 DISPATCH_TIMEOUT: Final = 300.0
 
-#: Seconds without a new mail after which what is still missing counts as lost. The longest pause
-#: of a good run is the one before the first reminder is due: 14 s.
+#: Seconds without a new mail after which missing reminders count as lost. The longest pause of a
+#: good run comes before the first reminder is due: 14 s.
 PATIENCE: Final = 40.0
 
-#: Seconds between two looks at the journal.
+#: Seconds between two reads of the journal.
 _INTERVAL: Final = 0.05
 
 
 class DemonstrationFailed(Exception):
-    """A process of the run has ended, or does not get on; its log's end is in the message."""
+    """A process of the run has ended, or is stuck; the message shows the end of its log."""
 
     def __init__(self, process: ChildProcess, reason: str) -> None:
         super().__init__(f"The {process.name} {reason}. The end of its log:\n{process.log_tail()}")
 
 
 def demonstrate(progress: Progress) -> Outcome:
-    """Run everything, from the servers' start to their end, and count what became of it.
+    """Run the demonstration, from the start of the servers to their end; return the outcome.
 
     Args:
-        progress: What the user sees meanwhile.
+        progress: Shows the progress meanwhile.
 
     Raises:
         DemonstrationFailed: The worker or the Spark job failed.
@@ -62,15 +62,15 @@ def demonstrate(progress: Progress) -> Outcome:
 
 
 class Demonstration:
-    """A run whose processes are under way.
+    """A run whose processes have been started.
 
     Args:
         run: The run.
         redis: A client of the run's Redis.
-        gateway: The gateway that the run's mails go to.
+        gateway: The mail gateway.
         mailer: The worker.
         dispatcher: The Spark job.
-        progress: What the user sees.
+        progress: Shows the progress.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Demonstration:
         self._gateway = gateway
 
     def watch(self) -> Outcome:
-        """See the run through to its end."""
+        """Watch the run to its end, and kill the worker half-way."""
         self._progress.phase("the worker starts; Spark reads the orders and sends the reminders")
         dispatch = self._wait_for_dispatch()
         self._progress.phase(f"{dispatch.orders:,} reminders are sent; Spark has ended")

@@ -1,4 +1,4 @@
-"""RabbitMQ and Redis for one run: the ones that the environment names, or private ones."""
+"""RabbitMQ and Redis for one run: servers that the environment names, or private ones."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from celery_rabbitdelay.kombu import Topology, delete
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, ServerNotStarted
 from example_project.demonstration.run import BROKER_URL, REDIS_URL, Run
 
-#: How many keys of Redis are deleted in one step.
+#: The number of Redis keys that are deleted in one step.
 _KEYS_AT_ONCE: Final = 1000
 
 
@@ -21,12 +21,12 @@ def running_servers(name: str, mail_gateway_url: str) -> Iterator[Run]:
     """Provide the servers of a run as long as the ``with`` block lasts.
 
     Private servers are stopped at the end, and their folders removed. On a server that
-    ``RABBITDELAY_BROKER_URL`` or ``RABBITDELAY_REDIS_URL`` names, what the run has left there is
-    deleted, and nothing else.
+    ``RABBITDELAY_BROKER_URL`` or ``RABBITDELAY_REDIS_URL`` names, only the run's own names are
+    deleted.
 
     Args:
         name: The run's name.
-        mail_gateway_url: Where the run's mail gateway takes mails.
+        mail_gateway_url: The URL of the run's mail gateway.
 
     Raises:
         ServerNotStarted: A server could not be started, or does not answer.
@@ -40,7 +40,7 @@ def running_servers(name: str, mail_gateway_url: str) -> Iterator[Run]:
             redis_url or servers.enter_context(RedisServer()).url,
             mail_gateway_url,
         )
-        _see_that_they_answer(run)
+        _check_that_they_answer(run)
         if broker_url:
             servers.callback(_clear_broker, run)
         if redis_url:
@@ -49,22 +49,22 @@ def running_servers(name: str, mail_gateway_url: str) -> Iterator[Run]:
 
 
 def count_in_levels(run: Run) -> int:
-    """Ask the broker how many messages wait in the delay queues.
+    """Return the number of messages in the delay queues.
 
-    Queue by queue, which takes a moment; a message that meanwhile goes from one level to the next
-    may be counted twice, or not at all.
+    They are counted queue by queue, so a message that meanwhile moves to the next level may be
+    counted twice, or not at all.
     """
     with run.connect_broker() as connection, connection.channel() as channel:
         return sum(_count_messages(queue(channel)) for queue in Topology(run.prefix).digit_queues)
 
 
 def _count_messages(queue: Queue) -> int:
-    # Any: the stubs of kombu do not know what a declaration answers.
+    # Any: kombu's stubs lack the type of the answer.
     declared: Any = queue.queue_declare(passive=True)
     return int(declared.message_count)
 
 
-def _see_that_they_answer(run: Run) -> None:
+def _check_that_they_answer(run: Run) -> None:
     try:
         with run.connect_broker() as connection:
             connection.connect()

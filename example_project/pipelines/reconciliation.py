@@ -1,8 +1,8 @@
 """Find out what became of each order's reminder, and send missing reminders again.
 
 The registry lists the tasks that wait, Celery's results show those that have run, and RabbitMQ
-counts its messages. Missing reminders are sent again with the same ids. If the lost one arrives
-after all, the registry drops the second.
+counts its messages. Missing reminders are sent again with the same ids. If a lost task
+arrives after all, the registry drops the second message.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What the pipelines share: the Spark session, the options, and the reminders."""
+"""Shared by the pipelines: the Spark session, the options, and the reminders."""
 
 from argparse import ArgumentParser, Namespace
 from datetime import UTC, datetime, timedelta
@@ -36,7 +36,7 @@ def options(description: str | None) -> ArgumentParser:
         "--tolerance",
         type=float,
         default=60.0,
-        help="seconds that a reminder may be late (default: 60)",
+        help="seconds by which a reminder may be late (default: 60)",
     )
     return parser
 

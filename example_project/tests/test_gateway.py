@@ -1,4 +1,4 @@
-"""The mail gateway: when it refuses, and what its idempotency key is good for."""
+"""The mail gateway: when it refuses mails, and its idempotency key."""
 
 import json
 from urllib.error import HTTPError
@@ -31,7 +31,7 @@ def test_a_refused_mail_goes_out_at_the_next_attempt_and_under_one_key_once() ->
     assert gateway.mails() == {UNWILLING: 1, WILLING: 2}
 
 
-def test_a_refusal_is_an_error_for_the_one_who_posts() -> None:
+def test_a_refusal_is_an_error_for_the_client() -> None:
     gateway = MailGateway()
     with gateway.served() as url:
 

@@ -1,4 +1,4 @@
-"""What is counted at the end of a run."""
+"""The counts at the end of a run."""
 
 from dataclasses import replace
 

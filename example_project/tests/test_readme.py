@@ -1,4 +1,4 @@
-"""The README shows the code that runs, and names what there is."""
+"""The README shows the code that runs, and names the existing files."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_every_code_block_stands_in_a_file_beside_the_readme() -> None:
         assert any(block in source for source in sources), block
 
 
-def test_the_readme_names_the_files_that_there_are_and_runs_every_pipeline() -> None:
+def test_the_readme_names_existing_files_and_runs_every_pipeline() -> None:
     named = set(re.findall(r"`(\w+\.py)`", README))
     assert named == {path.name for path in (EXAMPLE / "demonstration").glob("[a-z]*.py")}
     modules = set(re.findall(r"example_project(?:\.[a-z_]+)+(?= |\n)", README))

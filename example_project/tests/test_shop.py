@@ -20,10 +20,10 @@ class Refusing(MailGateway):
         self.begin(0)
 
     def begin(self, refuses: int, now: Callable[[], datetime] = datetime.now) -> None:
-        """Forget when mails were posted.
+        """Begin a new test.
 
         Args:
-            refuses: How many mails it refuses from now on.
+            refuses: The number of mails to refuse from now on.
             now: Returns the time.
         """
         self.posted: list[datetime] = []
@@ -46,7 +46,7 @@ def rabbitdelay_celery_app() -> Any:
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[Refusing]:
-    """All tests share it, as they share the worker, which is told its address when it starts."""
+    """Serve one gateway for all tests: their worker gets its URL when it starts."""
     gateway = Refusing()
     with gateway.served() as url, pytest.MonkeyPatch.context() as patch:
         patch.setenv("MAIL_GATEWAY_URL", url)
