@@ -32,7 +32,7 @@ class Entry(NamedTuple):
         worker_steps: Bootsteps of a worker.
         worker_options: Options of ``celery worker``, with their help; its bootsteps get them.
         services: Services that a worker runs beside the modules, by their names in
-            ``rabbitdelay_modules``: functions that are called like
+            ``rabbitdelay_modules``: functions with the arguments of
             :func:`.worker.bootsteps.module_service`.
         commands: Commands of ``celery rabbitdelay``, by module. Each is a click command or group in
             that module, named with ``_`` in place of ``-``.
@@ -56,8 +56,8 @@ _PACKAGE: Final = "celery_rabbitdelay"
 
 _REGISTRY: Final = f"{_PACKAGE}.registry"
 
-#: The additions of this package that the kernel has to know by name. Those for Spark and for tests
-#: are imported by their users.
+#: The additions of this package that the kernel has to know by name. Users import those for Spark
+#: and for tests themselves.
 BUILT_IN: Final = (
     Entry(
         "registry",

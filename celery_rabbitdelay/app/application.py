@@ -214,9 +214,9 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
 
         A retry that could not be sent is not lost in silence. If the error may pass and the task
         has ``acks_late``, its message is requeued after a pause of up to 10 s, and the task runs
-        again; each time counts towards the queue's delivery limit. Otherwise the task fails with
+        again; each requeue counts towards the queue's delivery limit. Otherwise the task fails with
         the error. A ``delay`` in ``retry_kwargs`` counts like a countdown there: Celery's
-        ``retry_backoff`` comes before it.
+        ``retry_backoff`` takes precedence.
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``.

@@ -86,7 +86,7 @@ def _delays_of(part: Any) -> Delays:
 
 
 def _additions(part: Any) -> Sequence[Addition]:
-    """Return the additions of the application of a part of Celery's; none without the levels."""
+    """Return the additions of the application of one of Celery's parts; none without RabbitMQ."""
     delays = _delays_of(part)
     return additions_of(delays) if delays.available else ()
 
@@ -121,9 +121,9 @@ def status_of_workers(
         about: Whether to ask also for versions and settings; earlier versions do not answer that.
 
     Returns:
-        The answer of each worker by the worker's name: the counts of each module by the module's
-        name, those of :data:`ARRIVALS`, and :data:`ABOUT` if it is asked for; or
-        ``{"error": reason}`` where the worker has no such command.
+        The answers by the workers' names. An answer has the counts of each module by its name, the
+        counts of :data:`ARRIVALS`, and :data:`ABOUT` on request; or it is ``{"error": reason}`` if
+        the worker lacks the command.
     """
     arguments = {ABOUT: True} if about else None
     answers = app.control.broadcast(

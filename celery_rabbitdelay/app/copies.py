@@ -75,7 +75,7 @@ PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "ta
 OF_GROUP: Final = ("group_id", "root_id", "parent_id", "reply_to")
 OF_MEMBER: Final = PLAIN.union(OF_GROUP, ("group_index", "producer", "add_to_parent"))
 
-#: The maximum number of templates, of which each set of options has its own; then all are dropped.
+#: The maximum number of templates, one for each set of options. A further one replaces all.
 MAX_TEMPLATES: Final = 256
 
 #: The headers that say where a message goes when it is due.
@@ -631,7 +631,7 @@ def _is_publishing_watched(app: celery.Celery) -> bool:
 
 
 def _is_plain(task: Any) -> bool:
-    """Return whether a task's class has no part in its messages."""
+    """Return whether a task's own class does not change its messages."""
     return (
         task.expires is None
         and getattr(task, "_dump_pydantic_arguments", None) is None  # since Celery 5.6
@@ -643,7 +643,7 @@ def _is_plain(task: Any) -> bool:
 
 
 def _definers(instance: object, name: str) -> list[object]:
-    """Return the instance and its classes as far as they define a function, in their order."""
+    """Return the instance and the classes of it that define a function, in their order."""
     return [each for each in (instance, *type(instance).__mro__) if name in vars(each)]
 
 

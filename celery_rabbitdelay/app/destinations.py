@@ -45,7 +45,7 @@ def checkin_destinations(app: DelayingCelery) -> AllowedDestinations:
 
 
 def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
-    """Return where distribution may publish, by the setting or by all of the configuration.
+    """Return where distribution may publish, by the setting or the rest of the configuration.
 
     Args:
         app: The application. In a worker, the queues that it consumes from at its start count too.

@@ -139,7 +139,7 @@ class RabbitDelay(Added, Delays):
         """Return whether the broker blocks publishers (memory or disk alarm): nothing can be sent.
 
         Args:
-            timeout: Seconds that the broker may take to answer; a blocking one answers at once.
+            timeout: Seconds that the broker may take to answer; it reports a block at once.
         """
         try:
             self.check(timeout)
@@ -152,7 +152,7 @@ class RabbitDelay(Added, Delays):
     def pipeline(self) -> AbstractContextManager[None]:
         """Send tasks within a block without waiting for confirms; the end of the block waits.
 
-        In the block, a delayed send by any of Celery's ways writes its message and returns. At most
+        In the block, a delayed send of any kind writes its message and returns. At most
         ``rabbitdelay_max_unconfirmed`` messages are unconfirmed. A send with ``key``, ``job`` or
         ``track``, a ``retry``, and a send over the caller's own connection are confirmed before
         they return.
@@ -255,7 +255,7 @@ class RabbitDelay(Added, Delays):
             RegistryRequired: ``key``, ``job``, ``once`` or ``track`` is given without a registry.
             RowsNotConfirmed: Some rows are not confirmed; the error names them. After 1,000 of
                 them, or if the broker cannot be reached, no further rows are taken.
-            NeedsDistribution: Envelopes, or the options, need distribution, which no worker serves.
+            NeedsDistribution: Envelopes, or an option, need distribution, which no worker serves.
         """
         given, _ = without_stamps(options)
         for name, reason in _REFUSED.items():

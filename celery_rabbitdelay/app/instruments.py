@@ -48,7 +48,7 @@ class Instrument:
 
     @property
     def metric(self) -> str:
-        """The whole name in Prometheus."""
+        """The full name in Prometheus."""
         return f"{PREFIX}_{self.name}{'_total' if self.kind == 'counter' else ''}"
 
     def named(self, labels: Labels) -> dict[str, str]:

@@ -180,8 +180,8 @@ class TaskPipeline:
         """Wait for all confirms, and return the publisher to its pool.
 
         Raises:
-            TasksNotConfirmed: Some tasks are not confirmed. For a group, it is the last in the
-                chain of causes of the first such task's error, which is raised instead.
+            TasksNotConfirmed: Some tasks are not confirmed. For a group, the error of the first of
+                them is raised, and this one ends its chain of causes.
         """
         if _owner()[0] != self._owner[0]:
             return  # a fork: the connection is the parent's

@@ -249,7 +249,7 @@ class Grouper:
         return group
 
     def flush(self) -> Iterator[Group]:
-        """Yield all groups, and start again without any."""
+        """Yield and drop all groups."""
         groups, self._groups, self._total_bytes = self._groups, {}, 0
         while groups:
             yield groups.popitem()[1]

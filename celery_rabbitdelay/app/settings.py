@@ -102,7 +102,7 @@ class SettingsGroup:
             value: The value.
 
         Raises:
-            InvalidSetting: The setting does not take it.
+            InvalidSetting: The value is invalid.
         """
         kind = setting_types(cls)[key.removeprefix(PREFIX)]
         if not kind.accepts(value):
@@ -301,12 +301,12 @@ class Settings(SettingsGroup):
     modules: Annotated[Sequence[str], _MODULES] = _INSTALLED_MODULES
 
     #: The names of the queues and exchanges that check-in may reach; ``*`` and ``?`` stand for any
-    #: characters and for one. None: those that the application knows.
+    #: characters and for one. None: the names that the application knows.
     checkin_allowed: Annotated[Sequence[str] | None, _NAMES] = None
 
-    #: Whether the clients of check-in are trusted as producers are: their tasks may then have
-    #: callbacks, a chain, a chord and ``reply_to``, which reach more than ``checkin_allowed``
-    #: names, and any serializer and compression.
+    #: Whether the clients of check-in are trusted as producers are: their tasks may then have any
+    #: serializer and compression, and callbacks, a chain, a chord and ``reply_to``, which reach
+    #: destinations beyond ``checkin_allowed``.
     checkin_trusted: bool = False
 
     #: The names of the queues and exchanges that distribution may reach, in the same way. None: the
@@ -452,7 +452,7 @@ def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[st
     """Return the key of each setting in a configuration, by the setting's name."""
     known = (*setting_types(Settings), *additions.settings)
     starts = PREFIX, _key_of("", namespace)
-    # Upper-case keys that Celery ignores: its own were written so before 4.0, and Django's are.
+    # Upper-case keys, which Celery ignores: its own were upper-case before 4.0, and Django's are.
     # Behind a namespace, CELERY_ may be another application's namespace.
     ignored = PREFIX.upper(), PREFIX.upper() if namespace else f"CELERY_{PREFIX.upper()}"
     read: dict[str, str] = {}

@@ -72,7 +72,7 @@ def _made(options: ApplicationOptions) -> Celery:
 
 
 def briefly(method: Callable[ParametersT, ReturnT]) -> Callable[ParametersT, ReturnT]:
-    """Decorate a method that Spark calls, so that its errors are :func:`brief`."""
+    """Decorate a method that Spark calls, so that :func:`brief` shortens its errors."""
 
     @wraps(method)
     def called(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ReturnT:
@@ -158,7 +158,7 @@ def numbers_taken(
 
 
 def tracks(app: Celery) -> bool:
-    """Return whether tasks may be tracked; an application made from a URL does not know."""
+    """Return whether tasks may be tracked; True if the application is made from a URL."""
     if app.main == MADE:
         return True
     with suppress(Exception):  # importing runs code of the user's

@@ -174,7 +174,7 @@ class Columns:
             has its usual name here.
         identity: The names of the columns that ids are derived from, in their order.
         are_shared: Whether all rows have the same :class:`Shared`.
-        shared: The arguments that rows share by the options alone.
+        shared: The shared arguments as the options give them.
 
     Raises:
         InvalidColumn: A column is missing, unknown, duplicated, or of a wrong type.
@@ -216,7 +216,7 @@ class Columns:
         self.shared = self._shared_of({})
 
     def taken(self, batches: Iterable[pa.RecordBatch], ids: TaskIds) -> Iterator[Taken]:
-        """Yield the rows; rows that Spark has written are combined to envelopes.
+        """Yield the rows; rows that Spark has written are combined into envelopes.
 
         Args:
             batches: The rows; of a grouped DataFrame, sorted by due time.

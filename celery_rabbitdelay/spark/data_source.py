@@ -61,7 +61,7 @@ class RabbitDelayDataSource(DataSource):
 
         Raises:
             InvalidOption: An option is wrong, or the mode is overwrite.
-            InvalidColumn: The schema does not fit.
+            InvalidColumn: The schema is invalid.
         """
         if overwrite:
             raise InvalidOption("mode", "overwrite", "takes append: no task is overwritten")
@@ -73,7 +73,7 @@ class RabbitDelayDataSource(DataSource):
 
         Raises:
             InvalidOption: An option is wrong, or the output mode is complete.
-            InvalidColumn: The schema does not fit.
+            InvalidColumn: The schema is invalid.
         """
         if overwrite:
             raise InvalidOption("outputMode", "complete", "takes append or update")

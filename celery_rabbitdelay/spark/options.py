@@ -155,7 +155,7 @@ class WriteOptions(NamedTuple):
         application: The application that sends.
         task: The task's name; None if it is in a column.
         queue: The queue of all tasks; None to use the application's routes.
-        allow_unknown_tasks: Whether tasks may be sent that ``app`` does not know.
+        allow_unknown_tasks: Whether to send tasks that ``app`` does not know.
         tolerance: Seconds by which a task may start late.
         envelopes: Whether tasks that are due together share a message; None for the default of
             ``send_many``.
@@ -164,8 +164,8 @@ class WriteOptions(NamedTuple):
         id_column: The columns that identify a row; None for all.
         job: A job that the caller has opened, and commits or aborts; None if the write is a job of
             its own.
-        job_expires: Seconds after which the tasks of a write are dropped that was neither committed
-            nor aborted.
+        job_expires: Seconds after which the tasks of a write are dropped if it was neither
+            committed nor aborted.
         max_rate: The maximum number of tasks a second, over all partitions; None for no limit.
         kwargs_from_columns: Whether columns without a special meaning become keyword arguments.
         past: What becomes of rows whose delay is negative, or whose ``eta`` had passed when the
@@ -301,7 +301,7 @@ def _known(options: Mapping[str, str], cls: type[NamedTuple]) -> dict[str, str]:
         # CREATE TABLE passes each option twice, among properties of the table and of Spark.
         stated = {name: value for name, value in given.items() if name.startswith(OF_TABLE)}
         given = {name.removeprefix(OF_TABLE): value for name, value in stated.items()}
-    # Spark passes its own two options on to every streaming sink.
+    # Spark passes these two options of its own to every streaming sink.
     names = (*_OPTIONS[ApplicationOptions], *_OPTIONS[cls], "checkpointLocation", "path")
     for name in given.keys() - {each.lower() for each in names}:
         # Without its value, which may be a password.

@@ -57,7 +57,7 @@ RESERVED_FOR: Final = 0.25
 #: A row for ``send_many``.
 Given: TypeAlias = "Row | WrittenRows"
 
-#: The errors of one row, which say nothing about the others.
+#: Errors of a single row: the other rows are sent.
 ROW_ERRORS: Final = (TypeError, ValueError, EncodeError, MessageRefused)
 
 

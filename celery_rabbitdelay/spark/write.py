@@ -1,7 +1,7 @@
 """A write: each partition is sent by an executor, and Spark's commit lets all tasks run.
 
 With a registry, a write is a job: the executors open it, its tasks do not run before Spark commits,
-and none of them runs if Spark aborts. So a partition may be sent twice, or only in part.
+and none of them runs if Spark aborts. So it does no harm to send a partition twice, or in part.
 Without a registry, each task is sent at least once.
 """
 
