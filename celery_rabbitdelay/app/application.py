@@ -180,7 +180,7 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
         """
         passed: OwnOptions = {**options}
         if more:
-            passed |= celery_internals.named(celery.Task.apply_async, 3, more)
+            passed |= celery_internals.arguments_by_name(celery.Task.apply_async, 3, more)
         sent = self.app.rabbitdelay.part(Copies).send(self, args, kwargs, passed)
         if sent is not None:
             return sent
@@ -391,7 +391,7 @@ class Celery(DelayingCelery):
         """
         by_celery = partial(super().send_task, name, **_if_given(args=args, kwargs=kwargs))
         if more:
-            options |= celery_internals.named(celery.Celery.send_task, 4, more)
+            options |= celery_internals.arguments_by_name(celery.Celery.send_task, 4, more)
         if options.get("producer") is None and options.get("connection") is None:
             sent = self.rabbitdelay.part(Copies).send(name, args, kwargs, options)
             if sent is not None:

@@ -109,7 +109,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
             given = restore_body_delay(given, own.get("delay"))
             given[BODY_DELAY_IS_RESTORED] = True
         sent = self
-        if _says_when(self.options) and _says_when(given):
+        if _has_time(self.options) and _has_time(given):
             sent = self.clone()
             _drop_other_times(sent.options, given)
         return super(DelayingSignature, sent).apply_async(args, kwargs, route_name, **given)
@@ -141,13 +141,13 @@ def _plain_times(options: Mapping[str, object]) -> OwnOptions:
     return {**options, **times}
 
 
-def _says_when(options: Options) -> bool:
+def _has_time(options: Options) -> bool:
     own, _ = without_stamps(options)
     return any(own.get(time) is not None for time in TIMES)
 
 
 def _drop_other_times(own: OwnOptions, given: Options) -> None:
-    if _says_when(given):
+    if _has_time(given):
         stamps = own.get("stamped_headers") or ()
         for time in TIMES:
             if given.get(time) is None and time not in stamps:

@@ -275,7 +275,9 @@ def headers_of_former(app: celery.Celery, options: Options) -> Mapping[str, obje
     return (is_retry and options.get("headers")) or {}
 
 
-def named(method: Callable[..., Any], first: int, values: tuple[object, ...]) -> dict[str, Any]:
+def arguments_by_name(
+    method: Callable[..., Any], first: int, values: tuple[object, ...]
+) -> dict[str, Any]:
     """Return positional arguments of one of Celery's methods by their names.
 
     Args:

@@ -38,10 +38,10 @@ def checkin_destinations(app: DelayingCelery) -> AllowedDestinations:
     """
     patterns = app.rabbitdelay.settings.checkin_allowed
     if patterns is not None:
-        return _never(AllowedDestinations.matching(patterns), app)
+        return _without_reserved(AllowedDestinations.matching(patterns), app)
     # If task_queues is unset, Celery makes the default queue.
     queues = app.amqp.Queues(app.conf.task_queues)
-    return _never(AllowedDestinations.of_queues(queues.values()), app)
+    return _without_reserved(AllowedDestinations.of_queues(queues.values()), app)
 
 
 def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
@@ -52,7 +52,7 @@ def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
     """
     patterns = app.rabbitdelay.settings.distribution_allowed
     if patterns is not None:
-        return _never(AllowedDestinations.matching(patterns), app)
+        return _without_reserved(AllowedDestinations.matching(patterns), app)
     named = configured_destinations(app)
     consumed: Iterable[Queue] = app.amqp.queues.consume_from.values()
     queues = {*configured_queues(app).values(), *consumed}
@@ -78,7 +78,7 @@ def configured_destinations(app: DelayingCelery) -> AllowedDestinations:
         app: The application.
     """
     known = AllowedDestinations.of_queues(configured_queues(app).values())
-    return _never(
+    return _without_reserved(
         replace(known, patterns=tuple(app.rabbitdelay.settings.checkin_allowed or ())), app
     )
 
@@ -94,7 +94,7 @@ def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
     return made
 
 
-def _never(allowed: AllowedDestinations, app: DelayingCelery) -> AllowedDestinations:
+def _without_reserved(allowed: AllowedDestinations, app: DelayingCelery) -> AllowedDestinations:
     """Exclude the destinations that no module ever publishes to.
 
     These are the levels and their modules, the broker's own names, and the names that the settings

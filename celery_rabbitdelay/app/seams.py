@@ -110,7 +110,7 @@ class AddedToRows(Protocol):
     def take(self, due: Due) -> None:
         """Note the due time of a row; raise if the row cannot be sent."""
 
-    def asked(
+    def with_headers(
         self, work: Iterator[tuple[int, Call | WrittenT]]
     ) -> Iterator[tuple[int, Call | WrittenT]]:
         """Yield the rows in their order, with the addition's headers for each.
@@ -272,7 +272,7 @@ def checked_added_options(options: Options, delays: Delays) -> OwnOptions:
 
 
 def parts_of(
-    delays: Delays, added: Options, ask: Callable[[Addition, OwnOptions], PartT | None], way: str
+    delays: Delays, added: Options, ask: Callable[[Addition, OwnOptions], PartT | None], advice: str
 ) -> list[PartT]:
     """Return the parts that the additions have in a send, or in a ``send_many``.
 
@@ -280,7 +280,7 @@ def parts_of(
         delays: The application's delay levels.
         added: The options of additions.
         ask: Returns the part of an addition with the given options; None if it has no part.
-        way: The advice in the error: how to send without the option.
+        advice: The advice in the error: how to send without the option.
 
     Raises:
         UnknownOption: An option would have no effect, because its addition has no part.
@@ -299,7 +299,7 @@ def parts_of(
                 del unused[name]
     for name, value in unused.items():
         if value is not False:
-            raise UnknownOption(name, value, way)
+            raise UnknownOption(name, value, advice)
     return parts
 
 

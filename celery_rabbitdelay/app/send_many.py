@@ -231,7 +231,7 @@ class RowSender(Sending):
     def _send(self, publisher: Publisher, rows: Iterator[tuple[int, Work]]) -> None:
         work = rows
         for each in self._added:
-            work = each.asked(work)
+            work = each.with_headers(work)
         for number, given in work:
             first = given if isinstance(given, Call) else next(given.read())[0]
             headers = chain.from_iterable(each.shared_headers.items() for each in self._added)
@@ -318,7 +318,7 @@ class RowSender(Sending):
                     (call for call, _ in given.read()), number
                 )
                 for addition in self._added:
-                    calls = addition.asked(calls)
+                    calls = addition.with_headers(calls)
                 for each, call in calls:
                     yield from self._add(grouper, each, call)
         yield from grouper.flush()

@@ -87,10 +87,10 @@ class RowRegistration:
                 raise JobClosed(job, "unknown" if state is None else state.value)
             self._joined_until_ms = due.at_ms + MORE_MS
 
-    def asked(self, work: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-        """Yield the calls of rows with the headers that each of them has for the registry.
+    def with_headers(self, work: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """Yield the calls of rows with their headers for the registry.
 
-        Calls that need them are asked about some at a time, before any of them is sent.
+        Calls that need headers get their tickets in batches, before they are sent.
 
         Args:
             work: The number of each row, and its call; anything else stays as it is.

@@ -28,7 +28,7 @@ ParametersT = ParamSpec("ParametersT")
 CeleryTask: TypeAlias = "celery.Task[Any, Any]"
 
 #: The name of an application that is made from a URL.
-MADE: Final = "celery_rabbitdelay.spark"
+MADE_FROM_URL: Final = "celery_rabbitdelay.spark"
 
 #: The maximum number of positional arguments that are tried with a task.
 MAX_ARGUMENTS: Final = 100
@@ -60,7 +60,7 @@ def _imported(path: str) -> Celery:
 
 
 def _made(options: ApplicationOptions) -> Celery:
-    app = Celery(MADE, broker=options.broker, set_as_current=False)
+    app = Celery(MADE_FROM_URL, broker=options.broker, set_as_current=False)
     settings = {
         "rabbitdelay_registry_url": options.registry,
         "rabbitdelay_prefix": options.prefix,
@@ -107,7 +107,7 @@ def find_task(app: Celery, name: str | None, allows_unknown: bool) -> CeleryTask
     """
     if name is None:
         return None
-    if name in app.tasks or allows_unknown or app.main == MADE:
+    if name in app.tasks or allows_unknown or app.main == MADE_FROM_URL:
         return app.tasks.get(name)
     try:
         # As in a worker: configured modules, and discovered ones.
@@ -159,7 +159,7 @@ def numbers_taken(
 
 def tracks(app: Celery) -> bool:
     """Return whether tasks may be tracked; True if the application is made from a URL."""
-    if app.main == MADE:
+    if app.main == MADE_FROM_URL:
         return True
     with suppress(Exception):  # importing runs code of the user's
         app.loader.import_default_modules()

@@ -52,7 +52,7 @@ def _one_of(*words: str) -> Option:
     return Option(f"takes {' or '.join(words)}", lambda text: words[words.index(text)])
 
 
-def _as_ours(text: str) -> str:
+def _as_duration(text: str) -> str:
     """Return one of Spark's durations, such as "interval '1' minute", as this package writes it."""
     text = re.sub(r"^\s*interval\b|'", "", text.lower())
     text = re.sub(r"(?<=[\d\s])(?:millisecond|milli|msec)s?\b", "ms", text)
@@ -64,7 +64,7 @@ TEXT: Final = Option()
 FLAG: Final = Option("takes true or false", lambda text: ["false", "true"].index(text.lower()) == 1)
 SECONDS: Final = Option(
     f"{TAKES_DURATION}, or a duration of Spark, such as '1 minute' or 'interval 10 seconds'",
-    lambda text: parse_duration(_as_ours(text)).total_seconds(),
+    lambda text: parse_duration(_as_duration(text)).total_seconds(),
 )
 COLUMNS: Final = Option(
     "takes names of columns", lambda text: tuple(each.strip() for each in text.split(","))

@@ -34,7 +34,7 @@ from celery_rabbitdelay.exceptions import (
     RowsNotConfirmed,
 )
 from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.spark.application import MADE, CeleryTask, find_task
+from celery_rabbitdelay.spark.application import MADE_FROM_URL, CeleryTask, find_task
 from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds, seconds, shown
 from celery_rabbitdelay.spark.options import WriteOptions
 
@@ -212,7 +212,8 @@ class PartitionSender:
         options: dict[str, Any] = json.loads(shared.options)
         if self.report.job:
             options |= {"job": self.report.job, "once": True}
-        if self.app.main == MADE:  # such an application does not know how the queue is declared
+        if self.app.main == MADE_FROM_URL:
+            # Such an application does not know how the queue is declared.
             queue = options.get("queue") or self.app.conf.task_default_queue
             self.app.amqp.queues.add(Queue(queue, no_declare=True))
         if self.options.max_rate is not None:

@@ -57,7 +57,7 @@ class OfRows:
 
     def take(self, due: Due) -> None: ...
 
-    def asked(self, work: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    def with_headers(self, work: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         return work
 
     def sent(self, row: int, call: Any, content: Any, delayed: Delayed) -> None: ...
