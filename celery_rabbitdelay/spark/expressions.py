@@ -35,7 +35,7 @@ DOUBLE_BOUND: Final = 10**12
 #: Spark divides with doubles, which are exact up to this number.
 MAX_INTERVAL_US: Final = 2**53
 
-#: The types that Spark can always write. Decimals, arrays and structs depend on their parts.
+#: The types that Spark can always write, in addition to certain decimals, arrays and structs.
 SIMPLE: Final = (T.BooleanType, T.IntegralType, T.NullType, T.DoubleType, T.StringType, T.DateType)
 
 
