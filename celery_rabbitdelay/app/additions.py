@@ -182,7 +182,7 @@ def add(entry: Entry) -> None:
 def _refuse_taken(names: Iterable[str], taken: Container[str]) -> None:
     for name in names:
         if name in taken:
-            raise ValueError(f"another addition has the name {name!r}")
+            raise ValueError(f"another addition uses the name {name!r} already")
 
 
 def exists(entry: Entry) -> bool:

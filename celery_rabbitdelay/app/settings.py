@@ -466,7 +466,7 @@ def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[st
         else:
             # The value is hidden, since the key may be a misspelt one of a secret.
             close = get_close_matches(name, known, 1)
-            meant = f"there are {', '.join(PREFIX + each for each in known)}"
+            meant = f"the settings are {', '.join(PREFIX + each for each in known)}"
             if close:
                 meant = f"did you mean {_key_of(close[0], namespace)}?"
             raise InvalidSetting(key, HIDDEN, f"no such setting; {meant}")
@@ -474,7 +474,7 @@ def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[st
         if name in unread and name not in read:
             key = unread[name]
             kind = setting_types(_group(name, key))[name]
-            reason = f"the setting is not read from this key, write {_key_of(name, namespace)}"
+            reason = f"Celery does not read this key; write {_key_of(name, namespace)}"
             raise InvalidSetting(key, kind.shown(configuration[key]), reason)
     return read
 

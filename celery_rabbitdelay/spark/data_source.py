@@ -131,7 +131,7 @@ class PendingReader(_Reader):
         with closing(app.rabbitdelay):
             index = app.rabbitdelay.registry.index
             if not (tracks(app) or index.count(Filter())):
-                takes = "lists tracked tasks, and none is tracked: set rabbitdelay_track"
+                takes = "lists tracked tasks, but no task is tracked: set rabbitdelay_track"
                 raise InvalidOption("what", "pending", takes)
             bounds = _bounds(index, wanted, self._options.partitions)
         edges = [wanted.due_after_ms, *bounds, wanted.due_before_ms]

@@ -116,10 +116,10 @@ class Grouping:
     def _check(self) -> None:
         settings, options = self._app.rabbitdelay.settings, self._options
         if options.envelopes is False or DISTRIBUTE not in settings.modules:
-            takes = "takes true, and workers that serve distribution, if rows are grouped"
+            takes = "takes true if rows are grouped, and workers have to serve distribution"
             raise InvalidOption("envelopes", str(options.envelopes).lower(), takes)
         if is_tracked(self._app.rabbitdelay, self._task):
-            takes = "takes no tracked task if rows are grouped: the registry notes each task"
+            takes = "takes no tracked task if rows are grouped: the registry needs every row"
             raise InvalidOption("task", options.task, takes)
         for name, kind in self._types.items():
             is_argument = name in self._arguments

@@ -68,7 +68,7 @@ def test_a_delay_of_more_than_a_hundred_years_is_refused(app: Any, remind: Any) 
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"rabbitdelay_bogus": 1}, "no such setting; there are rabbitdelay_prefix, "),
+        ({"rabbitdelay_bogus": 1}, "no such setting; the settings are rabbitdelay_prefix, "),
         ({"rabbitdelay_takeover": "no"}, "takes True or False"),
         ({"task_protocol": 1}, "delayed tasks need Celery's message protocol 2"),
     ],

@@ -80,7 +80,7 @@ def test_a_broker_in_alarm_holds_a_write_up_until_the_alarm_is_over_or_it_gives_
     with alarm(private_rabbitmq):
         with pytest.raises(PySparkException, match="block") as failed:
             write(spark, "gives_up")
-        assert "This was partition" in str(failed.value)
+        assert "This is partition" in str(failed.value)
         operator = Thread(target=calm)
         operator.start()
         write(spark, "good")

@@ -215,7 +215,7 @@ def test_what_cannot_be_grouped_says_what_to_do(spark: SparkSession) -> None:
         ("struct(current_timestamp()) args, 1 delay", "args"),
         ("array(1) args, 1 delay, 5 priority", "priority"),
     ):
-        with pytest.raises(InvalidColumn, match="leave grouped out") as caught:
+        with pytest.raises(InvalidColumn, match="write without grouped") as caught:
             grouped(spark.sql(f"select {columns}"), **GIVEN)
         assert caught.value.name == name
     with pytest.raises(InvalidOption, match="envelopes"):

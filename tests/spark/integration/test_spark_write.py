@@ -221,7 +221,7 @@ def test_what_cannot_be_grouped_is_sent_row_by_row_unless_it_is_asked_for(
     spark: SparkSession, noted: Notes
 ) -> None:
     frame = notes(spark, noted, 5).selectExpr("to_json(args) args", "kwargs", "delay")
-    with pytest.raises(InvalidColumn, match="leave grouped out"):
+    with pytest.raises(InvalidColumn, match="write without grouped"):
         dispatch(frame, "note", app=APP, tolerance=1, group=True)
     assert dispatch(frame, "note", app=APP, tolerance=1).confirmed == 5
 
