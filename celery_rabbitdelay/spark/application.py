@@ -100,7 +100,7 @@ def find_task(app: Celery, name: str | None, allows_unknown: bool) -> CeleryTask
     Args:
         app: The application; if it is made from a URL, it knows no tasks.
         name: The task's name; None if it is in a column.
-        allows_unknown: Whether the application need not know it.
+        allows_unknown: Whether to allow a task that the application does not know.
 
     Raises:
         InvalidOption: The application does not know it.

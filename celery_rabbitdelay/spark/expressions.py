@@ -21,7 +21,7 @@ from pyspark.sql import types as T  # noqa: N812 - likewise
 #: Strings without escapes in JSON and Python, which Celery's ``saferepr`` shows like ``repr``.
 PLAIN: Final = r"""\A[ -~&&[^"'\\<\[({]]*\z"""
 
-#: Names without escapes in both.
+#: Names without escapes in JSON and Python.
 PLAIN_NAME: Final = r"[A-Za-z0-9_ .-]+"
 
 #: Decimals with more digits after the point may be shown with an exponent.

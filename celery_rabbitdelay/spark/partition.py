@@ -97,7 +97,7 @@ class PartitionReport(Counts, WriterCommitMessage):
 
     Attributes:
         partition: Its number.
-        job: The job of the registry; empty without one.
+        job: The job of the registry; empty without a registry.
     """
 
     partition: int

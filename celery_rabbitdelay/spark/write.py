@@ -38,7 +38,7 @@ class Dispatched(Counts):
 
     Attributes:
         partitions: The reports of the partitions, in the order of their numbers.
-        job: The job of the registry; None without one.
+        job: The job of the registry; None without a registry.
     """
 
     partitions: Sequence[PartitionReport]
