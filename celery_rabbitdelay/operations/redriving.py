@@ -1,8 +1,8 @@
 """Converts an undeliverable message into the message that is published again.
 
 Anybody who can publish to an exchange of the levels can put a message into ``undeliverable``, with
-any headers. Therefore the destination has to be one that the application allows, whatever the
-headers say, and only headers with valid values are kept.
+any headers. Therefore a message is only redriven to a destination that the application allows, and
+only headers with valid values are kept.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 
-#: The headers of a message, whoever has written them.
+#: The headers of a message, which may come from a stranger.
 Headers: TypeAlias = Mapping[str, object]
 
 
 def never_accepted(
     headers: Headers, topology: Topology, routing_key: str, last_stop: str | None
 ) -> bool:
-    """Return whether a message of a client comes from check-in, which has not accepted it.
+    """Return whether check-in, which a client published the message to, never accepted it.
 
-    Check-in gives each message that it accepts a due time.
+    Check-in adds a due time to every message that it accepts.
     """
     checkin, deaths = topology.module_queues.checkin, headers.get("x-death")
     newest = deaths[0] if isinstance(deaths, list) and deaths else None
     left = {"queue": checkin.name, "exchange": checkin.exchange.name}
     if isinstance(newest, Mapping) and left.items() <= newest.items():
-        # The broker has taken it out of check-in's queue as its client wrote it.
+        # The broker dead-lettered it from check-in's queue, with the headers of its client.
         return True
     return header_names.DUE not in headers and (
         headers.get(header_names.EXCHANGE) == checkin.exchange.name
@@ -73,22 +73,23 @@ MAX_ATTEMPTS: Final = 3
 
 @dataclass(frozen=True)
 class Redriving:
-    """Converts the messages that may leave ``undeliverable``; the others have to stay.
+    """Converts the messages that may leave ``undeliverable``.
 
     Attributes:
-        producer: Signs the messages and finds their way into the levels; nothing is published with
-            it.
+        producer: Signs the messages and computes their routes; it publishes nothing.
         allowed: The allowed destinations.
-        checkin_allowed: Those of messages that check-in has never accepted; None: the same.
-        trusts_clients: Whether those may be what check-in otherwise refuses; see
+        checkin_allowed: The allowed destinations of messages that check-in never accepted; None:
+            the same.
+        trusts_clients: Whether to skip check-in's checks of task messages; see
             ``rabbitdelay_checkin_trusted``.
         queues: The queues that the application knows, by their names.
-        delay_ms: The shortest time that each message waits, in milliseconds; None: until it is due.
-        to: The queue for all messages; None: each goes to its own destination. It need not be an
-            allowed one, but must not be one that is never allowed.
+        delay_ms: The shortest delay of a message, in milliseconds; None: until it is due.
+        to: The queue for all messages; None: every message goes to its own destination. The queue
+            need not be an allowed destination, but must not belong to the levels, to the broker or
+            to Celery.
         max_attempts: How often a message may be redriven, including this time.
-        ensure: Called with the name of each queue that a message goes to, to bind it to the levels.
-            If the broker cannot be reached or refuses, the message stays.
+        ensure: Binds a message's destination queue to the levels, by its name. If the broker cannot
+            be reached or refuses, the message stays.
         vouches: Whether messages without a valid signature are signed as well.
     """
 
@@ -113,7 +114,7 @@ class Redriving:
 
         Raises:
             UnprocessableMessage: The message has to stay in ``undeliverable``.
-            Stay: Likewise: no worker serves the modules that it needs.
+            Stay: The message has to stay: no worker serves a module that it needs.
         """
         headers, key = headers_of(message), message.delivery_info["routing_key"]
         _refuse_unreadable(message, headers)
@@ -122,44 +123,46 @@ class Redriving:
         found = examine(headers, topology, key)
         is_new = never_accepted(headers, topology, key, found.last_stop)
         received = WaitingMessage.unopened(message)
-        # A client of check-in has no key: its destination is checked, as check-in does it.
+        # A client of check-in has no signing key; like check-in, check the destination instead.
         if keys is not None and not (is_new or self.vouches or keys.verifies(*received)):
             raise UnprocessableMessage(NOT_SIGNED)
         given = _as_checked_in(headers) if is_new else headers
-        said, problems = header_names.parse(given)
-        due_ms, due = self._due(said, given if is_new else {})
-        others = {name: each for name, each in said.others.items() if not is_new or name != X_DELAY}
+        parsed, problems = header_names.parse(given)
+        due_ms, due = self._due(parsed, given if is_new else {})
+        others = {
+            name: each for name, each in parsed.others.items() if not is_new or name != X_DELAY
+        }
         queue, early = None, EarlyHeader()
         if message.properties.get("content_type") == header_names.ENVELOPE:
             if is_new:
                 raise UnprocessableMessage("it is an envelope, which clients may not check in")
-            received = self._envelope(received._replace(headers=said))
-            said = received.headers
+            received = self._envelope(received._replace(headers=parsed))
+            parsed = received.headers
         else:
             queue, exchange, key = self._intended(
-                said, problems, found.queue, key if is_new else None
+                parsed, problems, found.queue, key if is_new else None
             )
             if queue is not None:
                 # A worker publishes a retry of the task to the exchange.
                 self._check("", queue.name)
             self._check(exchange, key)
             if queue is None:
-                early = self._early(said)
-            if said.priority is not None:
-                received = received.having(priority=said.priority)
-            said = said._replace(exchange=exchange, routing_key=key, priority=None)
-        if said.registry and due_ms != due.at_ms:
-            # It may be older than the registry's memory; somebody has decided that it may run.
+                early = self._early(parsed)
+            if parsed.priority is not None:
+                received = received.having(priority=parsed.priority)
+            parsed = parsed._replace(exchange=exchange, routing_key=key, priority=None)
+        if parsed.registry and due_ms != due.at_ms:
+            # The registry may have forgotten the task; the operator has decided that it runs.
             early = early._replace(until_ms=due.at_ms)
         own = DelayHeaders(
             due_ms,
-            said.exchange,
-            said.routing_key,
-            priority=said.priority,
-            expiration=said.expiration,
+            parsed.exchange,
+            parsed.routing_key,
+            priority=parsed.priority,
+            expiration=parsed.expiration,
             early=early,
-            registry=said.registry,
-            redriven=self._count(said, problems) + 1,
+            registry=parsed.registry,
+            redriven=self._count(parsed, problems) + 1,
             others=others,
         )
         redriven = received._replace(headers=own).having(expiration=None)
@@ -167,24 +170,24 @@ class Redriving:
             redriven = checked_task(redriven)
         return routed(self.producer, redriven, queue, due)
 
-    def _count(self, said: DelayHeaders, problems: Mapping[str, str]) -> int:
+    def _count(self, parsed: DelayHeaders, problems: Mapping[str, str]) -> int:
         """Return how often the message was already redriven.
 
-        A client may publish a message anew without the header, which cannot be detected. A value
-        that this package never writes counts as exhausted: the message stays.
+        A client may publish a message anew without the header, which cannot be detected. If the
+        header has a value that this package never writes, the message stays.
         """
         if header_names.REDRIVEN in problems:
             raise UnprocessableMessage(problems[header_names.REDRIVEN])
-        if said.redriven >= self.max_attempts:
-            raise UnprocessableMessage(f"it was redriven {said.redriven:,} times already")
-        return said.redriven
+        if parsed.redriven >= self.max_attempts:
+            raise UnprocessableMessage(f"it was redriven {parsed.redriven:,} times already")
+        return parsed.redriven
 
-    def _due(self, said: DelayHeaders, of_client: Headers) -> tuple[int, Due]:
-        """Return the due time in milliseconds for the header, and the end of the new delay.
+    def _due(self, parsed: DelayHeaders, of_client: Headers) -> tuple[int, Due]:
+        """Return the due time for the header, in milliseconds, and the end of the new delay.
 
-        If the due time has passed, the header keeps it, unless the message waits again.
+        A due time in the past stays in the header, unless the message gets a new delay.
         """
-        now_ms, was_due_ms, delay_ms = wall_clock.ms(), said.due_ms, self.delay_ms or 0
+        now_ms, was_due_ms, delay_ms = wall_clock.ms(), parsed.due_ms, self.delay_ms or 0
         try:
             delay_ms = max(delay_ms, header_names.client_delay_ms(of_client))
         except UnprocessableMessage as invalid:
@@ -197,17 +200,17 @@ class Redriving:
 
     def _intended(
         self,
-        said: DelayHeaders,
+        parsed: DelayHeaders,
         problems: Mapping[str, str],
         queue_in_key: str | None,
         key_of_client: str | None,
     ) -> Destination:
-        """Return where a message was meant to go.
+        """Return the destination that a message was meant for.
 
         Args:
-            said: What its headers say.
-            problems: What is wrong with them.
-            queue_in_key: The queue that its routing key names.
+            parsed: Its headers.
+            problems: The problems of its headers.
+            queue_in_key: The queue in its routing key.
             key_of_client: The routing key of a message that check-in has not accepted.
         """
         if self.to is not None:
@@ -215,20 +218,20 @@ class Redriving:
         for name in (header_names.QUEUE, header_names.EXCHANGE, header_names.ROUTING_KEY):
             if name in problems:
                 raise UnprocessableMessage(problems[name])
-        exchange, key = said.exchange, said.routing_key
+        exchange, key = parsed.exchange, parsed.routing_key
         if key_of_client is not None:
             if exchange in (None, self.producer.topology.module_queues.checkin.exchange.name):
                 exchange = ""
             key = key_of_client if key is None else key
             if not (self.checkin_allowed or self.allowed).includes(exchange, key):
                 raise UnprocessableMessage(
-                    f"{limits.where_in_words(exchange, key)} is not one that check-in may reach: "
-                    "see rabbitdelay_checkin_allowed"
+                    f"{limits.where_in_words(exchange, key)} is not a destination that check-in "
+                    "may reach: see rabbitdelay_checkin_allowed"
                 )
         elif exchange is None or key is None:
-            name = said.queue or (queue_in_key if exchange is None else None) or ""
+            name = parsed.queue or (queue_in_key if exchange is None else None) or ""
             return self._destination("", name, name)
-        return self._destination(exchange, key, said.queue)
+        return self._destination(exchange, key, parsed.queue)
 
     def _destination(self, exchange: str, key: str, name: str | None) -> Destination:
         if not (exchange or key):
@@ -241,7 +244,7 @@ class Redriving:
         if self.allowed.forbids(name):
             raise UnprocessableMessage(f"{where} is never published to")
         if name != self.to and not self.allowed.includes(exchange, routing_key):
-            raise UnprocessableMessage(f"{where} is not one that the application allows")
+            raise UnprocessableMessage(f"{where} is not a destination that the application allows")
         if exchange:
             return
         try:
@@ -249,16 +252,16 @@ class Redriving:
         except (OSError, amqp.AMQPError) as error:
             raise UnprocessableMessage(f"{where} cannot be bound to the levels: {error}") from error
 
-    def _early(self, said: DelayHeaders) -> EarlyHeader:
-        """Return where a worker publishes a retry of a task that only its exchange can route."""
-        early = said.early
+    def _early(self, parsed: DelayHeaders) -> EarlyHeader:
+        """Return the header with the destination of a retry, if only its exchange can route it."""
+        early = parsed.early
         if early.exchange is None or early.routing_key is None:
             return EarlyHeader()
         self._check(early.exchange, early.routing_key)
         return early._replace(times=0)
 
     def _envelope(self, message: WaitingMessage) -> WaitingMessage:
-        """Return an envelope as it is redriven; check where distribution publishes from it."""
+        """Return the envelope to publish; check the destinations of the messages in it."""
         if self.to is not None:
             try:
                 body = _redirected(OpenedEnvelope(message.body))
@@ -271,10 +274,11 @@ class Redriving:
 
 
 def _as_checked_in(headers: Headers) -> dict[str, object]:
-    """Return the headers of a message that check-in has not accepted, as far as they are believed.
+    """Return the headers of a message that check-in never accepted, without untrusted ones.
 
-    Of ours, those that a client may set, and the key that check-in has noted. If the broker took
-    the message out of check-in's queue, it has all that its client wrote, and no key is believed.
+    Of this package's headers, keep the headers that a client may set, and the routing key, which
+    check-in has added. If the broker dead-lettered the message from check-in's queue, its client
+    may have written the routing key, which is then dropped.
     """
     names = ["x-death", header_names.REDRIVEN]
     if "x-death" not in headers:
@@ -294,7 +298,7 @@ def _refuse_unreadable(message: amqp.Message, headers: Headers) -> None:
 
 
 def _redirected(envelope: OpenedEnvelope) -> bytes:
-    """Return the body of an envelope whose messages name no destination of their own."""
+    """Return an envelope's body without the destinations of its messages."""
     names = (header_names.EXCHANGE, header_names.ROUTING_KEY)
 
     def without(given: Headers) -> dict[str, object]:
@@ -312,22 +316,22 @@ def redriving_for(
     vouches: bool = False,
     **options: Any,
 ) -> Redriving:
-    """Return what decides how the undeliverable messages of an application are redriven.
+    """Return the conversion for an application's undeliverable messages.
 
     Args:
         app: The application. The queues of ``task_queues``, ``task_routes`` and the tasks are
-            allowed, with their exchanges, and what ``rabbitdelay_checkin_allowed`` names; never
-            those of the levels, of the broker and of Celery's remote control and events.
-        delay: Seconds, or a timedelta, that each message waits at least. None: not longer than
-            until it is due.
-        allow: Names of further queues and exchanges that messages may go to; ``*`` and ``?`` stand
-            for any characters and for one.
+            allowed, with their exchanges, and the names in ``rabbitdelay_checkin_allowed``; never
+            the queues and exchanges of the levels, of the broker, and of Celery's remote control
+            and events.
+        delay: The shortest delay of a message: seconds, or a timedelta. None: until it is due.
+        allow: Names of further queues and exchanges that messages may go to; ``*`` stands for any
+            characters, ``?`` for one.
         vouches: Whether messages without a valid signature are redriven, and signed.
         **options: ``to``, ``max_attempts`` and ``ensure`` of :class:`Redriving`.
 
     Raises:
-        InvalidDestination: Nothing is published to the queue ``to``.
-        InvalidDelay: The delay has no meaning.
+        InvalidDestination: The queue ``to`` is never allowed, or its name is invalid.
+        InvalidDelay: The delay is invalid.
         DelayTooLong: It is above the layout's capacity, and workers do not serve check-in.
     """
     settings = app.rabbitdelay.settings
@@ -339,7 +343,7 @@ def redriving_for(
     if (to := options.get("to")) is not None:
         size = len(to.encode(errors="surrogatepass"))
         if allowed.forbids(to) or not 0 < size <= MAX_SHORTSTR_BYTES:
-            why = "belongs to the levels, to the broker or to Celery, or is no name"
+            why = "belongs to the levels, to the broker or to Celery, or is not a valid name"
             raise exceptions.InvalidDestination(to, why)
 
     return Redriving(

@@ -1,4 +1,4 @@
-"""The messages in ``undeliverable``: read as copies, chosen, counted, redriven and deleted."""
+"""Reads, filters, counts, redrives and deletes the messages in ``undeliverable``."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from celery_rabbitdelay.operations.redriving import Redriving, redriving_for
 from celery_rabbitdelay.operations.source import ANSWER_TIMEOUT, READERS_PRIORITY, Source, ready_in
 from celery_rabbitdelay.publishing.message import Content, body_of, headers_of
 
-#: How many messages are read at most by default. The broker needs some 200 bytes for each one until
-#: it is requeued (measured on 3.10.8, 4.0.5 and 4.3.6).
+#: The most messages that are read by default. The broker needs some 200 bytes per message until it
+#: is requeued (measured on 3.10.8, 4.0.5 and 4.3.6).
 LIMIT: Final = 1_000_000
 
 
@@ -61,9 +61,9 @@ class UndeliverableMessage(NamedTuple):
 def undeliverable_messages(
     connection: Connection, topology: Topology, limit: int = LIMIT
 ) -> Generator[UndeliverableMessage, None, None]:
-    """Yield a copy of each message in ``undeliverable``; the messages stay there.
+    """Yield a copy of every message in ``undeliverable``; the messages stay there.
 
-    Messages that another consumer holds at this moment are left out.
+    Messages that another consumer holds are left out.
 
     Args:
         connection: A connection to the broker; another one like it is opened.
@@ -91,16 +91,16 @@ def copy_of(message: amqp.Message, topology: Topology) -> UndeliverableMessage:
 
 
 def headers_as_json(headers: Mapping[str, object]) -> str:
-    """Return headers as the text of a JSON object, whatever they hold.
+    """Return any headers as the text of a JSON object.
 
-    Instants are written as in ISO 8601, bytes as text with escapes, and what JSON cannot express
-    as Python shows it.
+    Instants are written in ISO 8601, bytes as text with escapes, and other values that JSON lacks
+    as Python's ``str`` does.
     """
     return json.dumps(as_json(headers))
 
 
 def as_json(headers: Mapping[str, object]) -> dict[str, object]:
-    """Return headers, or properties, as :func:`headers_as_json` writes them."""
+    """Return headers, or properties, in values of JSON; see :func:`headers_as_json`."""
     try:
         text = json.dumps(headers, default=_written)
         plain: dict[str, object] = json.loads(text, parse_constant=str)
@@ -125,9 +125,9 @@ class Contents:
     Attributes:
         tasks: Their names.
         ids: Their ids.
-        queues: The queues that they were meant for, as far as the headers say.
-        messages: How many messages an envelope holds; None if the message is no envelope, or cannot
-            be opened.
+        queues: Their queues, as far as the headers name them.
+        messages: How many messages an envelope holds; None if the message is not an envelope, or
+            cannot be opened.
     """
 
     tasks: frozenset[str]
@@ -137,13 +137,13 @@ class Contents:
 
     @classmethod
     def of(cls, message: UndeliverableMessage) -> Contents:
-        """Read them; never raises, whatever the message holds."""
+        """Read the tasks in a message; an invalid message raises nothing."""
         found, headers = message.found, message.headers
         exchange, key = map(headers.get, (header_names.EXCHANGE, header_names.ROUTING_KEY))
         queues = _texts(found.queue, key if exchange == "" else None)
         content_type = message.properties.get("content_type")
         if content_type == ENVELOPE and later_version(headers, content_type) is None:
-            with suppress(Exception):  # anybody may have written it
+            with suppress(Exception):  # a stranger may have written it
                 envelope = OpenedEnvelope(message.body)
                 inner = [{**envelope.headers, **item.headers} for item in envelope]
                 tasks, ids = (
@@ -155,17 +155,17 @@ class Contents:
 
 @dataclass(frozen=True)
 class UndeliverableFilter:
-    """Chooses messages; all conditions have to hold, and each of several values of one will do.
+    """Chooses the messages that meet all conditions; one value of a condition suffices.
 
     Attributes:
-        tasks: Names of tasks, in which ``*`` and ``?`` may stand. An envelope counts if one of its
-            tasks has such a name.
+        tasks: Names of tasks; ``*`` and ``?`` are wildcards. An envelope matches if one of its
+            tasks does.
         queues: Names of queues, likewise.
         ids: Ids of tasks, or of messages (``message_id``, ``correlation_id``).
         reasons: Parts of reasons; with ``*`` or ``?``, a pattern for the whole reason.
-        older_than: How long a message is undeliverable at least. One that does not say since when
-            is neither older nor newer than anything.
-        newer_than: For how long it is undeliverable at most.
+        older_than: The shortest time that a message has been undeliverable. If its headers do not
+            tell that time, the message is not chosen.
+        newer_than: The longest time, likewise.
     """
 
     tasks: Collection[str] = ()
@@ -176,7 +176,7 @@ class UndeliverableFilter:
     newer_than: timedelta | None = None
 
     def matches(self, message: UndeliverableMessage) -> bool:
-        """Return whether a message is meant."""
+        """Return whether a message is chosen."""
         found, contents = message.found, Contents.of(message)
         others = map(message.properties.get, ("correlation_id", "message_id"))
         age = None if found.since is None else wall_clock.now() - found.since
@@ -207,7 +207,7 @@ def _matches(text: str, pattern: str) -> bool:
     return fnmatchcase(text, pattern.replace("[", "[[]"))
 
 
-#: What differs from message to message in the reason of one that was tried for too long.
+#: The part of a reason that differs between messages whose attempts all failed.
 _ATTEMPTS: Final = re.compile(r" \(\d+ attempts since [^;)]*(?:; the first time: .*)?\)")
 
 
@@ -217,9 +217,9 @@ class ReasonCount:
 
     Attributes:
         reason: The reason, without the number of attempts and their time.
-        count: How many there are.
-        oldest: Since when the first of them is undeliverable; None if none of them says so.
-        newest: Since when the last of them is, likewise.
+        count: How many messages have the reason.
+        oldest: When the first of them became undeliverable; None if unknown.
+        newest: When the last of them became undeliverable; None if unknown.
     """
 
     reason: str
@@ -251,12 +251,12 @@ class UndeliverableSummary:
             group.newest = max(group.newest or since, since)
 
     def by_count(self) -> list[ReasonCount]:
-        """Return the messages with each reason, the most frequent one first."""
+        """Return the counts, the most frequent reason first."""
         return sorted(self._reasons.values(), key=lambda each: -each.count)
 
 
 def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
-    """Return what a list of messages says about one.
+    """Return a message's entry in a list of messages.
 
     Args:
         number: Its place in the queue, from 1.
@@ -279,11 +279,11 @@ def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
 
 
 def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
-    """Return a message as a whole in values of JSON.
+    """Return a whole message in values of JSON.
 
-    ``headers`` and ``properties`` are for people: bytes and instants are texts there. The message
-    can be made again from its body and ``amqp_properties``, which has all properties, headers among
-    them, as AMQP 0-9-1 encodes them (2.3.5.2 and 4.2.6.1), in base64.
+    ``headers`` and ``properties`` are for people: bytes and instants are texts there. A program can
+    restore the message from its body and ``amqp_properties``: all properties, including headers, as
+    AMQP 0-9-1 encodes them (2.3.5.2 and 4.2.6.1), in base64.
 
     Args:
         number: Its place in the queue, from 1.
@@ -314,14 +314,14 @@ def shown_body(body: bytes, most: int) -> dict[str, object]:
 
     Args:
         body: The body.
-        most: How many bytes of it to return at most.
+        most: The most bytes of it to return.
     """
     is_cut_off = len(body) > most
     return {"size": len(body), "is_cut_off": is_cut_off, **_text_or_base64(body[:most], is_cut_off)}
 
 
 def _text_or_base64(body: bytes, is_cut_off: bool) -> dict[str, str | None]:
-    """Return bytes as text if they are UTF-8, which may end within a character if it is cut off."""
+    """Return bytes as text if they are UTF-8; a cut-off text may end within a character."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         return {"text": decoder.decode(body, final=not is_cut_off), "base64": None}
@@ -364,10 +364,10 @@ def redrive(
     report: RemovalReport | None = None,
     **options: Any,
 ) -> RemovalReport:
-    """Publish undeliverable messages into the levels, or delete them; they leave ``undeliverable``.
+    """Move undeliverable messages into the levels, or delete them.
 
-    Only as many messages as are in the queue at the start are read, so that a message that comes
-    back at once is not redriven twice. Messages that another consumer holds are left out.
+    Reads only as many messages as are in the queue at the start, so that a message that comes back
+    at once is not redriven twice. Messages that another consumer holds are left out.
 
     Args:
         place: The topology whose messages are redriven; other connections to its broker are opened
@@ -375,11 +375,11 @@ def redrive(
         redriving: Converts each message; None to delete it.
         matches: Returns whether a message is chosen.
         report: The report to fill; None for a new one.
-        **options: Those of :class:`.Mover`: ``timeout``, ``limit``, ``rate`` (an envelope counts as
-            one message) and ``dry_run``.
+        **options: Options of :class:`.Mover`: ``timeout``, ``limit``, ``rate`` (an envelope counts
+            as one message) and ``dry_run``.
 
     Returns:
-        The report. If the broker goes away after the start, the report says so.
+        The report; ``stopped`` has the error if the broker goes away after the start.
 
     Raises:
         amqp.NotFound: The queue does not exist.
@@ -433,14 +433,13 @@ def redrive_application(
         connection: The broker that tasks are sent to.
         matches: Returns whether a message is chosen.
         redriving: Arguments of :func:`.redriving_for`.
-        dry_run: Whether to say only what would be done.
+        dry_run: Whether to count the messages, and move none.
         **options: ``limit``, ``rate`` and ``report`` of :func:`redrive`.
 
     Raises:
-        InvalidDestination: The queue that all messages are to go to does not exist, or is not one
-            that they may go to.
-        InvalidDelay: As for :func:`.redriving_for`.
-        DelayTooLong: As there.
+        InvalidDestination: The queue for all messages does not exist, or is never allowed.
+        InvalidDelay: The delay is invalid.
+        DelayTooLong: The delay is above the layout's capacity, and workers do not serve check-in.
     """
     app, topology = delays.app, delays.topology
     app.loader.import_default_modules()

@@ -1,4 +1,4 @@
-"""``celery rabbitdelay undeliverable``: read, export, redrive and delete what was not delivered."""
+"""``celery rabbitdelay undeliverable``: list, export, redrive and delete such messages."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from celery_rabbitdelay.operations.mover import Place
 from celery_rabbitdelay.operations.redriving import MAX_ATTEMPTS
 
 _limit_option: Final = click.option(
-    "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most this many messages."
+    "--limit", type=click.IntRange(1), metavar="NUMBER", help="Stop after this many messages."
 )
 
 #: The options that choose messages.
 _filter_options: Final = shared.as_one(
     "wanted",
     read.UndeliverableFilter,
-    click.option("--task", "tasks", multiple=True, help="Tasks of this name or pattern."),
-    click.option("--queue", "queues", multiple=True, help="For queues of this name or pattern."),
-    click.option("--id", "ids", multiple=True, help="The task with this id."),
+    click.option("--task", "tasks", multiple=True, help="The name of the task, or a pattern."),
+    click.option("--queue", "queues", multiple=True, help="The name of its queue, or a pattern."),
+    click.option("--id", "ids", multiple=True, help="The id of the task."),
     click.option(
         "--reason",
         "reasons",
         multiple=True,
-        help="With this text in their reason; with * or ?, a pattern for the whole reason.",
+        help="A text in the reason; with * or ?, a pattern for the whole reason.",
     ),
     click.option(
         "--older-than", type=shared.duration_type, help="Undeliverable for at least this long."
@@ -67,7 +67,7 @@ def _tell_removal(report: read.RemovalReport, done: str, dry_run: bool) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return a text in one line, without control characters: anybody may have written it."""
+    """Escape control characters and line feeds in a text that a stranger may have written."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
@@ -84,10 +84,10 @@ def undeliverable() -> None:
     "most",
     type=click.IntRange(1),
     metavar="NUMBER",
-    help="Print a line for each of the first NUMBER messages, instead of the reasons.",
+    help="List the first NUMBER messages instead of the reasons.",
 )
 def list_messages(most: int | None, wanted: read.UndeliverableFilter) -> None:
-    """Count the messages by the reason why they could not be delivered."""
+    """Count the messages by reason."""
     summary, examined, shown = read.UndeliverableSummary(), 0, list[dict[str, object]]()
     for examined, message in _messages():
         if wanted.matches(message):
@@ -97,12 +97,12 @@ def list_messages(most: int | None, wanted: read.UndeliverableFilter) -> None:
     more = "" if summary.count == examined else f" of {examined:,}"
     last = f"{summary.count:,}{more} undeliverable messages"
     reasons = [*map(vars, summary.by_count())]
-    told = {"examined": examined, "count": summary.count, "reasons": reasons, "messages": shown}
-    shared.answer(told, [*(_lines(shown) if most else _reasons(summary)), last])
+    answer = {"examined": examined, "count": summary.count, "reasons": reasons, "messages": shown}
+    shared.answer(answer, [*(_lines(shown) if most else _reasons(summary)), last])
 
 
 def _messages() -> Iterator[tuple[int, read.UndeliverableMessage]]:
-    """Yield each message with its place in the queue, from 1."""
+    """Yield all messages with their places in the queue, from 1."""
     with shared.broker() as connection:
         messages = read.undeliverable_messages(connection, shared.delays().topology)
         yield from enumerate(messages, start=1)
@@ -127,7 +127,7 @@ def _lines(shown: list[dict[str, object]]) -> Iterator[str]:
 @undeliverable.command()
 @_filter_options
 def export(wanted: read.UndeliverableFilter) -> None:
-    """Print the messages, a line of JSON for each; they stay in the queue."""
+    """Print every message as a line of JSON. The messages stay in the queue."""
     count = 0
     for number, each in _messages():
         if wanted.matches(each):
@@ -139,10 +139,10 @@ def export(wanted: read.UndeliverableFilter) -> None:
 @undeliverable.command()
 @_filter_options
 @_limit_option
-@click.option("--dry-run", is_flag=True, help="Only count them.")
+@click.option("--dry-run", is_flag=True, help="Count the messages, and delete none.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def purge(wanted: read.UndeliverableFilter, limit: int | None, dry_run: bool, yes: bool) -> None:
-    """Delete messages."""
+    """Delete the messages that the options choose; all without an option."""
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
     with shared.broker() as connection:
@@ -160,26 +160,26 @@ def purge(wanted: read.UndeliverableFilter, limit: int | None, dry_run: bool, ye
 
 @undeliverable.command()
 @_filter_options
-@click.option("--delay", type=shared.delay_type, help="Each waits for at least this long.")
-@click.option("--to", metavar="QUEUE", help="To this queue, wherever they were meant to go.")
+@click.option("--delay", type=shared.delay_type, help="Delay every message at least this long.")
+@click.option("--to", metavar="QUEUE", help="Send all messages to this queue.")
 @click.option(
     "--allow",
     multiple=True,
     metavar="PATTERN",
-    help="Also to queues and exchanges of this name or pattern, which the application lacks.",
+    help="Also allow queues and exchanges of this name, which the application does not have.",
 )
 @click.option(
     "--max-attempts",
     type=click.IntRange(1),
     default=MAX_ATTEMPTS,
     show_default=True,
-    help="A message that was redriven so often stays.",
+    help="Keep messages that were redriven this often.",
 )
 @click.option(
     "--sign",
     "vouches",
     is_flag=True,
-    help="Also messages without a valid signature: they are signed.",
+    help="Also redrive messages without a valid signature, and sign them.",
 )
 @_limit_option
 @click.option(
@@ -187,9 +187,9 @@ def purge(wanted: read.UndeliverableFilter, limit: int | None, dry_run: bool, ye
     type=shared.POSITIVE,
     default=inf,
     metavar="NUMBER",
-    help="At most this many messages a second.",
+    help="Redrive at most this many messages a second.",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option("--dry-run", is_flag=True, help="Count the messages, and move none.")
 def redrive(
     wanted: read.UndeliverableFilter,
     limit: int | None,
@@ -197,7 +197,7 @@ def redrive(
     dry_run: bool,
     **options: object,
 ) -> None:
-    """Publish messages into the levels again, and take them out of the queue."""
+    """Move messages back into the levels."""
     delays = shared.delays()
     wrong = exceptions.InvalidDelay, exceptions.DelayTooLong, exceptions.InvalidDestination
     with shared.broker() as connection, shared.usage_errors(*wrong):

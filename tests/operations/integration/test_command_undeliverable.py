@@ -104,8 +104,10 @@ def test_messages_are_redriven_and_the_others_named_with_the_reason(
 
     assert told.returncode == 1
     assert told.stdout.startswith("3 of 6 messages redriven in ")
-    assert "1 stay: the queue 'secret' is not one that the application allows" in told.stderr
-    assert "1 stay: the queue 'elsewhere' is not one" in told.stderr
+    assert (
+        "stay: the queue 'secret' is not a destination that the application allows" in told.stderr
+    )
+    assert "1 stay: the queue 'elsewhere' is not a destination" in told.stderr
     assert "1 stay: it cannot be read: " in told.stderr
     queue = shop.amqp.queues[named(shop, "default")]
     assert [each.body for each in take(connection, [queue], 3)] == ["one", "two", "three"]

@@ -195,7 +195,7 @@ def test_what_check_in_refused_goes_nowhere_unless_an_operator_says(client: Any,
     outgoing = Outgoing(CHECKIN.exchange.name, key, waiting(message))
     given = told(to_undeliverable(TOPOLOGY, outgoing, refused.value.reason))
     options: dict[str, Any] = {"key": key, "signing_keys": keys}
-    with pytest.raises(UnprocessableMessage, match="not one that check-in may reach"):
+    with pytest.raises(UnprocessableMessage, match="not a destination that check-in may reach"):
         redrive(given, checkin_allowed=public, **options)
     # By what it says, as check-in does; and by what the operator says.
     for more in ({"checkin_allowed": ALLOWED}, {"checkin_allowed": public, "to": "reports"}):
@@ -252,14 +252,14 @@ NO_MODULES: dict[str, Any] = {"modules": ()}
     ("given", "options", "reason"),
     [
         ({}, {}, "destination is unknown"),
-        (straight("other"), {}, "queue 'other' is not one that the application allows"),
-        (TO_TOPIC, {}, "queue 'other' is not one"),
+        (straight("other"), {}, "queue 'other' is not a destination that the application allows"),
+        (TO_TOPIC, {}, "queue 'other' is not a destination"),
         (straight(**{headers.QUEUE: 7}), {}, "rabbitdelay-queue is 7"),
         (straight(**{headers.EXCHANGE: 7}), {}, "rabbitdelay-exchange is 7"),
-        (for_exchange("other", "reports"), {}, "exchange 'other' is not one"),
+        (for_exchange("other", "reports"), {}, "exchange 'other' is not a destination"),
         (for_exchange("topic", "x", CC=["other"]), {}, "header CC"),
         (straight(**{UNREADABLE: "year 55840"}), {}, "cannot be read"),
-        (for_exchange("topic", "x", **EARLY), {}, "exchange 'amq.x' is not one"),
+        (for_exchange("topic", "x", **EARLY), {}, "exchange 'amq.x' is not a destination"),
         (straight(**{headers.REDRIVEN: True}), {}, "not a count"),
         (straight(**{headers.REDRIVEN: -1}), {}, "not a count"),
         (straight(**{headers.REDRIVEN: 3}), {}, "it was redriven 3 times already"),
@@ -275,7 +275,11 @@ NO_MODULES: dict[str, Any] = {"modules": ()}
         (straight(), {"properties": {"content_type": f"{ENVELOPE[:-1]}2"}}, "version"),
         (straight(), {"properties": {"content_type": ENVELOPE}}, "cannot be opened"),
         ({"x-delay": 5}, in_envelope(FINE), "clients may not check in"),
-        (for_exchange("topic", "x"), in_envelope(FINE, ELSEWHERE), "exchange 'other' is not one"),
+        (
+            for_exchange("topic", "x"),
+            in_envelope(FINE, ELSEWHERE),
+            "exchange 'other' is not a destination",
+        ),
         (
             for_exchange("topic", "x"),
             in_envelope(Item(b"", {headers.ROUTING_KEY: 5})),
