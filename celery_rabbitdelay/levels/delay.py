@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.levels import wall_clock
 
-#: How long to wait: seconds as a number, or a timedelta.
+#: A delay: seconds as a number, or a timedelta.
 Delay: TypeAlias = "float | Decimal | Rational | timedelta"
 
 #: The latest due time that AMQP can carry as an integer, in milliseconds since 1970.
@@ -24,7 +24,7 @@ MAX_DUE_MS: Final = 2**63 - 1
 #: The longest delay, in seconds: 100 years of 365 days.
 MAX_DELAY: Final = 3_153_600_000.0
 
-#: If no more than 1/1000 of a relative delay has passed, the original delay is used unreduced;
+#: If no more than 1/1000 of a relative delay has passed, a message waits for the full delay:
 #: otherwise, an hour would become 59:59.9 and take three stops instead of one.
 NEGLIGIBLE_DIVISOR: Final = 1000
 
@@ -34,18 +34,18 @@ MICROSECOND: Final = timedelta(microseconds=1)
 
 _PLAIN: Final = frozenset((datetime, date, timedelta, int, float, str, type(None)))
 
-#: A float prints as at most 17 digits; the caller's own decimal context does not apply.
+#: Enough for a float's 17 digits; the caller's decimal context does not apply.
 _EXACT: Final = Context(prec=50)
 
 
 def milliseconds(delay: Delay) -> int:
-    """Return a delay in milliseconds, rounded up: never early. A negative delay means now: 0.
+    """Return a delay in milliseconds, rounded up so that it is never early; 0 if it is negative.
 
     A float is read as its shortest decimal representation, so 1.1 is 1,100 ms and not 1,101.
 
     Raises:
-        InvalidDelayType: Not a real number and not a timedelta; also a bool.
-        InvalidDelay: Not a number (NaN) or infinite.
+        InvalidDelayType: Neither a real number nor a timedelta, or a bool.
+        InvalidDelay: Not a number (NaN), or infinite.
     """
     return max(ceil(_exact_milliseconds(delay)), 0)
 
@@ -72,30 +72,35 @@ def _exact_milliseconds(delay: Delay, what: str = "delay") -> int | Decimal | Fr
 
 
 def tolerance_milliseconds(tolerance: Delay) -> int:
-    """Return a tolerance, which is not negative, in milliseconds, rounded down: never too late."""
+    """Return a tolerance in milliseconds, rounded down so that it is never exceeded.
+
+    Raises:
+        InvalidDelay: The tolerance is negative, not a number, or infinite.
+    """
     exact = _exact_milliseconds(tolerance, "tolerance")
-    # A float that should be zero may be just below it, such as 0.3 - 3 * 0.1.
+    # A float that should be zero may be slightly negative, such as 0.3 - 3 * 0.1.
     if exact <= -1:
         raise InvalidDelay(tolerance, "must not be negative", "tolerance")
     return max(floor(exact), 0)
 
 
 def plain(given: Any, what: str) -> Any:
-    """Return a datetime, a date or a timedelta as one of the standard library.
+    """Convert a datetime, a date or a timedelta to the class of the standard library.
 
-    Another value that has an ``isoformat``, such as one of arrow, is the datetime that this writes:
-    so Celery takes an eta. All else is returned as it is. Nanoseconds are rounded up: never early.
+    A value of another class with an ``isoformat``, such as arrow's, becomes the datetime that
+    ``isoformat`` writes, as in Celery's own reading of an eta. Other values are returned unchanged.
+    Nanoseconds are rounded up, so that nothing is early.
 
-    Subclasses (those of pendulum, pandas and freezegun, or an application's own) override
-    operators, comparisons, ``isoformat`` and pickling. So each time is read once, where it comes
-    in, by the methods of the base class.
+    Subclasses (of pendulum, pandas, freezegun, or an application) override operators, comparisons,
+    ``isoformat`` and pickling. So every time is converted once, where it enters the package, by the
+    methods of the base class.
 
     Args:
         given: The value.
         what: The name of the argument, for the error.
 
     Raises:
-        InvalidDelay: The standard library has no such value: pandas' NaT, or the year 10000.
+        InvalidDelay: The standard library cannot hold the value: pandas' NaT, or the year 10000.
     """
     if type(given) in _PLAIN:
         return given
@@ -124,8 +129,8 @@ class Due(NamedTuple):
     Attributes:
         at_ns: The instant, in nanoseconds since 1970-01-01 UTC.
         delay_ms: The delay at the time of the call, in milliseconds, rounded up.
-        is_instant: Whether the caller gave an instant, and not a relative delay.
-        tolerance_ms: How many milliseconds later the message may arrive.
+        is_instant: Whether the caller gave an instant, not a relative delay.
+        tolerance_ms: The milliseconds by which the message may arrive later.
     """
 
     at_ns: int
@@ -135,7 +140,7 @@ class Due(NamedTuple):
 
     @classmethod
     def after(cls, delay: Delay, tolerance_ms: int = 0) -> Due:
-        """Due after a delay, in seconds or as a timedelta, from now on; now if it is negative.
+        """Make a due time after a delay, in seconds or as a timedelta; now if it is negative.
 
         Raises:
             InvalidDelay: The delay is invalid, or its due time does not fit in 64 bits.
@@ -148,11 +153,11 @@ class Due(NamedTuple):
 
     @classmethod
     def at(cls, instant: datetime, tolerance_ms: int = 0) -> Due:
-        """Due at an instant, an aware datetime; now if it has passed.
+        """Make a due time at an instant, an aware datetime; now if it has passed.
 
         Raises:
-            InvalidDelay: The datetime is naive, so that it is unclear which instant it means.
-            InvalidDelayType: It is not a datetime.
+            InvalidDelay: The datetime is naive, so its instant is ambiguous.
+            InvalidDelayType: The value is not a datetime.
         """
         now_ns = wall_clock.ns()
         at_ns = max(_microseconds_of(instant, "eta") * 1000, now_ns)
@@ -160,17 +165,17 @@ class Due(NamedTuple):
 
     @classmethod
     def until(cls, at_ms: int) -> Due:
-        """Due at an instant, in milliseconds since 1970-01-01 UTC; now if it has passed."""
+        """Make a due time at an instant, in milliseconds since 1970-01-01 UTC; now if passed."""
         return cls(at_ms * NS_PER_MS, max(at_ms - wall_clock.ms(), 0), is_instant=True)
 
     @property
     def at_ms(self) -> int:
-        """The instant in milliseconds since 1970-01-01 UTC, as in the header."""
+        """The due time in milliseconds since 1970-01-01 UTC, as in the header."""
         return self.at_ns // NS_PER_MS
 
     @property
     def is_past(self) -> bool:
-        """Whether the message was due already when the caller asked."""
+        """Whether the message was already due at the time of the call."""
         return self.delay_ms <= 0
 
     def remaining_ms(self) -> int:
@@ -183,10 +188,10 @@ class Due(NamedTuple):
 
 
 def check_max_delay(due: Due) -> None:
-    """Refuse a delay that is longer than :data:`MAX_DELAY`.
+    """Refuse a delay above :data:`MAX_DELAY`.
 
     Raises:
-        InvalidDelay: It is longer.
+        InvalidDelay: The delay is longer.
     """
     if due.delay_ms > MAX_DELAY * 1000:
         reason = f"is longer than the longest delay, {MAX_DELAY:,.0f} s"
@@ -197,12 +202,12 @@ def instant_of(epoch_ms: int) -> datetime:
     """Return an instant in milliseconds since 1970-01-01 UTC as an aware datetime.
 
     Raises:
-        OverflowError: It is after the year 9999, or before the year 1.
+        OverflowError: The instant is after the year 9999, or before the year 1.
     """
     return wall_clock.EPOCH + timedelta(milliseconds=epoch_ms)
 
 
-#: How an instant is written, for errors.
+#: The forms of an instant, for errors.
 TAKES_INSTANT: Final = "takes a datetime or ISO 8601, such as 2030-01-31T09:00:00+01:00"
 
 
@@ -211,7 +216,7 @@ def milliseconds_of(instant: datetime) -> int:
 
     Raises:
         InvalidDelay: The datetime is naive.
-        InvalidDelayType: It is not a datetime.
+        InvalidDelayType: The value is not a datetime.
     """
     return _microseconds_of(instant, "instant") // 1000
 
@@ -228,7 +233,7 @@ def _microseconds_of(instant: datetime, what: str) -> int:
 #: The forms that :func:`parse_delay` accepts, for errors and help.
 TAKES: Final = "takes seconds (90, 0.5), units (1h30m, 1.5d, 250ms) or hours:minutes:seconds"
 
-#: Milliseconds of each unit, the longest first.
+#: The milliseconds of every unit, the longest first.
 UNITS: Final = {
     "w": 604_800_000,
     "d": 86_400_000,
@@ -245,12 +250,12 @@ _CLOCK: Final = re.compile(r"(?:(\d+)\s*d(?:ays?)?,?\s+)?(\d+):([0-5]?\d):([0-5]
 
 
 def parse_delay(text: str, what: str = "delay") -> Fraction:
-    """Return a delay that is written as text, in seconds.
+    """Parse a delay that is written as text; return its seconds.
 
     Args:
         text: Seconds as a number; numbers with the units w, d, h, m, s and ms, the longest first,
-            each at most once; or ``hours:minutes:seconds``, also behind days (``3d 7:45:30``).
-            After a minus, the length is negative.
+            no unit twice; or ``hours:minutes:seconds``, also after days (``3d 7:45:30``). A leading
+            minus makes the delay negative.
         what: The name of the argument, for the error: "delay" or "tolerance".
 
     Raises:
@@ -270,12 +275,12 @@ def parse_delay(text: str, what: str = "delay") -> Fraction:
     raise InvalidDelay(text, TAKES, what)
 
 
-#: What :func:`parse_duration` accepts, for errors.
+#: The values that :func:`parse_duration` accepts, for errors.
 TAKES_DURATION: Final = "takes a duration from 0 to 100 years, such as 90, 1h30m or 1.5d"
 
 
 def parse_duration(text: str, what: str = "duration") -> timedelta:
-    """Return a length of time that is written as a delay, and is neither negative nor endless.
+    """Parse a duration that is written as a delay, from 0 to :data:`MAX_DELAY`.
 
     Args:
         text: As for :func:`parse_delay`.
@@ -291,7 +296,7 @@ def parse_duration(text: str, what: str = "duration") -> timedelta:
 
 
 def duration_text(length_ms: int) -> str:
-    """Return milliseconds as days and a time of day: ``3 days 7:45:30``, ``0:00:00.1``."""
+    """Write milliseconds as days, hours, minutes and seconds: ``3 days 7:45:30``, ``0:00:00.1``."""
     days, rest = divmod(length_ms, UNITS["d"])
     whole, point, fraction = str(timedelta(milliseconds=rest)).partition(".")
     time_of_day = f"{whole}{point}{fraction.rstrip('0')}"

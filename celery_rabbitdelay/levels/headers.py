@@ -1,19 +1,19 @@
-"""What this package writes into a message's headers, and what it believes of them. Pure.
+"""The headers of a message: their names, and which values are valid. Pure.
 
-Anybody may have written the headers of a message that arrives: another client, another version, an
-attacker. What they may say, and what counts as invalid, is decided in this file and nowhere else.
-:func:`parse` reads headers once; everything behind it works with :class:`DelayHeaders`. An
-invalid header counts as missing: distribution refuses the message, and a worker ignores the header.
-Where a message may go and what it may cost is decided in :mod:`.limits`, and which tasks a client
-may send in :mod:`.checkin`. These are the parties, and what each may set:
+The headers of a message that arrives are not trusted: another client, another version or an
+attacker may have written them. This file alone decides which values are valid. :func:`parse` reads
+headers once, and all other code works with :class:`DelayHeaders`. An invalid header counts as
+missing: distribution refuses the message, and a worker ignores the header. :mod:`.limits` decides
+where a message may go and what it may cost, and :mod:`.checkin` which tasks a client may send.
+Three parties set or see headers:
 
-- A client of check-in says :data:`X_DELAY` and :data:`EXCHANGE`; see :func:`of_client`.
-- Whoever may publish to the levels may set every header. If there is a signing key, a message has
-  to be signed, unless ``rabbitdelay_signing_required`` is false. The signature covers where the
-  message goes, when it is due, its priority and expiration, and the headers that the registry uses
-  (:data:`REGISTRY`), but not what modules add on the way. See :attr:`DelayHeaders.signed` and
-  :mod:`.signature`.
-- The consumer of the message gets what :meth:`DelayHeaders.for_consumer` keeps.
+- A client of check-in sets :data:`X_DELAY` and :data:`EXCHANGE`; see :func:`of_client`.
+- A producer with permission to publish to the levels may set every header. With a signing key,
+  unless ``rabbitdelay_signing_required`` is false, its messages must be signed. The signature
+  covers a message's destination, due time, priority and expiration, and the headers that the
+  registry uses (:data:`REGISTRY`), but not the headers that modules add. See
+  :attr:`DelayHeaders.signed` and :mod:`.signature`.
+- The consumer of the message sees the headers that :meth:`DelayHeaders.for_consumer` keeps.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ DUE: Final = "rabbitdelay-due"
 #: The exchange that the message would have been published to without a delay: str.
 EXCHANGE: Final = "rabbitdelay-exchange"
 
-#: The routing key that it would have been published with: str.
+#: The routing key that the message would have been published with: str.
 ROUTING_KEY: Final = "rabbitdelay-routing-key"
 
-#: The name of the queue that the message was delayed for: str.
+#: The name of the destination queue: str.
 QUEUE: Final = "rabbitdelay-queue"
 
-#: The priority that distribution gives back to the message: int, above 4.
+#: The priority that distribution restores: int, above 4.
 PRIORITY: Final = "rabbitdelay-priority"
 
-#: The ``expiration`` property that distribution gives back to the message: str, milliseconds.
+#: The ``expiration`` property that distribution restores: str, milliseconds.
 EXPIRATION: Final = "rabbitdelay-expiration"
 
 #: Marks a message that left the levels before it was due and was put back: a table, see
 #: :class:`EarlyHeader`.
 EARLY: Final = "rabbitdelay-early"
 
-#: How often a message could not be published to its destination: int; when that was tried first:
-#: int, milliseconds since 1970-01-01 UTC; and why it failed then: str.
+#: Failed attempts to publish a message to its destination: their number, int; when the first one
+#: failed: int, milliseconds since 1970-01-01 UTC; and why it failed: str.
 ATTEMPTS: Final = "rabbitdelay-attempts"
 FAILED_SINCE: Final = "rabbitdelay-failed-since"
 FIRST_REASON: Final = "rabbitdelay-first-reason"
@@ -61,77 +61,76 @@ FIRST_REASON: Final = "rabbitdelay-first-reason"
 #: Why a module put the message into ``undeliverable``: str. The broker gives no reason.
 REASON: Final = "rabbitdelay-reason"
 
-#: How often a message was taken out of ``undeliverable`` and published again: int. It stays until
-#: the message reaches its destination.
+#: How often a message was taken out of ``undeliverable`` and published again: int. The header stays
+#: until the message reaches its destination.
 REDRIVEN: Final = "rabbitdelay-redriven"
 
-#: Marks a task that check-in has passed on without a delay, so that its worker knows that a client
-#: has written it: True. The worker removes it.
+#: Marks a task that check-in has passed on without a delay, so that the worker knows that a client
+#: has written the task: True. The worker removes the header.
 CHECKED_IN: Final = "rabbitdelay-checked-in"
 
-#: The version of the messages' format that a message needs: int; 1 if it is absent.
+#: The version of the message format that a reader needs: int. Absent: 1.
 VERSION: Final = "rabbitdelay-version"
 
-#: The signature of what these headers say, if the sender has a key: str.
+#: The signature, if the sender has a signing key: str.
 SIGNATURE: Final = "rabbitdelay-signature"
 
 #: Why the properties of a received message cannot be read: str; and their bytes. Such a message has
 #: no other headers and goes to ``undeliverable``. If only its exchange or routing key cannot be
-#: read, it has the first of the two, beside its own.
+#: read, the first of the two is added to the message's own headers.
 UNREADABLE: Final = "rabbitdelay-unreadable"
 UNREADABLE_PROPERTIES: Final = "rabbitdelay-properties"
 
-#: The name of the message, different for each message of a task that has a key or is tracked: str.
+#: The message's name, different for every message of a task that has a key or is tracked: str.
 COPY: Final = "rabbitdelay-copy"
 
-#: How often the task had been sent anew under its id, after it had run, when this message was sent:
-#: str, digits. Absent: never; :data:`UNKNOWN_LIFE` if Redis could not be asked.
+#: The task's life: how often its id had been sent again after the task had run, when this message
+#: was sent: str, digits. Absent: never. :data:`UNKNOWN_LIFE` if Redis could not be reached.
 LIFE: Final = "rabbitdelay-life"
 
 #: The key that the task was sent with: str.
 KEY: Final = "rabbitdelay-key"
 
-#: When it was sent, in microseconds since 1970-01-01 UTC by the clock of Redis: str, digits. The
-#: task with the largest one is the newest under its key.
+#: When the task was sent, in microseconds since 1970-01-01 UTC by the clock of Redis: str, digits.
+#: The task with the largest value is the newest under its key.
 ORDER: Final = "rabbitdelay-key-order"
 
-#: The job that the task was sent with: str. Several jobs may have had the name, one after another;
-#: :data:`JOB_ID` distinguishes them: str.
+#: The name of the job that the task was sent with: str; and the job's id: str, because several jobs
+#: may have the same name, one after another.
 JOB: Final = "rabbitdelay-job"
 JOB_ID: Final = "rabbitdelay-job-id"
 
-#: The name of the schedule that a task is an occurrence of, its instant, and the rules by which the
-#: next one is computed: str, JSON; see :class:`.Occurrence`.
+#: The schedule of a task that is an occurrence: its name, the occurrence's instant, and the rules
+#: for the next occurrence: str, JSON; see :class:`.Occurrence`.
 SCHEDULE: Final = "rabbitdelay-schedule"
 
-#: A message with this header is no task. It says that the job in :data:`JOB` and :data:`JOB_ID` was
-#: committed: True.
+#: A message with this header is not a task: it records that the job in :data:`JOB` and
+#: :data:`JOB_ID` was committed: True.
 COMMITTED: Final = "rabbitdelay-committed"
 
-#: Set if only one message of each attempt runs, and that one once: its :class:`Mark`, str. True: it
-#: has no name.
+#: Set if the task was sent with ``once``, so that every attempt runs only once: the message's
+#: :class:`Mark`, str. True: the message has no name.
 ONCE: Final = "rabbitdelay-once"
 
-#: Set if the task was sent with ``track``: True. Its retries are tracked as well.
+#: Set if the task was sent with ``track``: True. Its retries are tracked too.
 TRACKED: Final = "rabbitdelay-tracked"
 
-#: Set by a worker that puts a message back of which an arrival that :data:`ONCE` does not name may
-#: have been let run: RabbitMQ had redelivered it, for example. True.
+#: Set by a worker that puts a message back, if the message may have been allowed to run at an
+#: arrival that :data:`ONCE` does not name, for example because RabbitMQ had redelivered it: True.
 REDELIVERED: Final = "rabbitdelay-redelivered"
 
-#: The delay that a client of check-in asks for, in milliseconds: int, float, or the digits of an
-#: integer, str. It is the header of the delayed-message-exchange plugin.
+#: The delay that a client of check-in requests, in milliseconds: int, float, or the digits of an
+#: integer, str. The delayed-message-exchange plugin uses the same header.
 X_DELAY: Final = "x-delay"
 
-#: The latest version of the messages' format that this version of the package reads. A message says
-#: by its header :data:`VERSION` which one it needs; only a version that needs another number writes
-#: the header. Raise it when an older worker would do the wrong thing with a message; see
-#: docs/how-to/upgrade.md.
+#: The latest version of the message format that this version of the package reads. The header
+#: :data:`VERSION` of a message names the version that it needs; version 1 writes no header. Raise
+#: the number when an older worker would mishandle a message; see docs/how-to/upgrade.md.
 MESSAGE_VERSION: Final = 1
 
-#: The content types of all that this package has ever made, or will make, begin with this; those of
-#: envelopes, messages with many tasks, go on with the second, and a number, which is the version of
-#: their format.
+#: The beginning of all content types of this package, past and future; of the content types of
+#: envelopes, which are messages with many tasks; and the present content type of an envelope, which
+#: ends with the version of its format.
 OWN_CONTENT_TYPES: Final = "application/vnd.rabbitdelay."
 ENVELOPES: Final = f"{OWN_CONTENT_TYPES}envelope."
 ENVELOPE: Final = f"{ENVELOPES}1"
@@ -148,14 +147,14 @@ REGISTRY: Final = frozenset(
 #: ``task.request.headers`` (https://github.com/celery/celery/issues/4875).
 NESTED_HEADERS: Final = "headers"
 
-#: Headers with further routing keys, by which RabbitMQ routes a message past any check of a module
+#: Headers with further routing keys, which RabbitMQ uses without any check by a module
 #: (https://www.rabbitmq.com/docs/sender-selected). In the levels, whose keys are digits, they can
 #: only do harm.
 SENDER_SELECTED: Final = ("CC", "BCC")
 
-#: What RabbitMQ adds to a dead-lettered or redelivered message
-#: (https://www.rabbitmq.com/docs/dlx#effects). Up to 3.13 it trusts an ``x-death`` that a client
-#: publishes, and drops the message as a cycle when the queue is in it already.
+#: The headers that RabbitMQ adds to a dead-lettered or redelivered message
+#: (https://www.rabbitmq.com/docs/dlx#effects). Up to 3.13, RabbitMQ trusts an ``x-death`` that a
+#: client publishes, and drops the message as a cycle if the header already names the queue.
 BROKER_HEADERS: Final = frozenset(
     {"x-death", "x-delivery-count", "x-acquired-count"}
     | {f"x-first-death-{what}" for what in ("exchange", "queue", "reason")}
@@ -165,17 +164,17 @@ BROKER_HEADERS: Final = frozenset(
 #: The highest normal priority of quorum queues (0-4); see :data:`.TWO_PRIORITIES`.
 MAX_PRIORITY: Final = 4
 
-#: AMQP's highest priority, and the longest ``expiration`` that RabbitMQ takes, in milliseconds.
+#: AMQP's highest priority, and the longest ``expiration`` that RabbitMQ accepts, in milliseconds.
 HIGHEST_PRIORITY: Final = 255
 MAX_EXPIRATION_MS: Final = 2**32 - 1
 
 #: More attempts, and more returns into the levels, than any message can have.
 MAX_COUNT: Final = 2**31
 
-#: The largest integer that Lua, in which Redis's scripts are written, tells from the next one.
+#: The largest integer that Lua, the language of Redis's scripts, can tell from the next one.
 MAX_EXACT: Final = 2**53 - 1
 
-#: The life of a message whose sender could not ask Redis: no other message is of the same one.
+#: The life of a message whose sender could not reach Redis; it equals no other message's life.
 UNKNOWN_LIFE: Final = -1
 
 #: Maximum characters of a value in an error text.
@@ -193,12 +192,12 @@ class EarlyHeader(NamedTuple):
     """How a message was put back into the levels that it had left too early.
 
     Attributes:
-        times: How often it was put back.
-        until_ms: Until when it was put back last, in milliseconds since 1970-01-01 UTC; 0 if that
-            is its due time. It may have to wait for longer than the levels take at once, or it was
-            due and the registry has put it back.
-        exchange: The exchange that the task's consumer is to see; None for that of the message.
-        routing_key: The routing key that it is to see, likewise.
+        times: How often the message was put back.
+        until_ms: When it is to leave the levels again, in milliseconds since 1970-01-01 UTC; 0 for
+            its due time. The two differ if the rest of the delay is above the capacity, or if the
+            registry has put back a due message.
+        exchange: The exchange that the task's consumer sees; None for the message's own.
+        routing_key: The routing key that the task's consumer sees; None for the message's own.
     """
 
     times: int = 0
@@ -208,7 +207,7 @@ class EarlyHeader(NamedTuple):
 
     @classmethod
     def of(cls, table: Mapping[str, object]) -> Self:
-        """Read it from the header's table; what is invalid counts as missing."""
+        """Read the header's table; invalid values count as missing."""
         times, until_ms = table.get("times"), table.get("until")
         exchange, routing_key = table.get("exchange"), table.get("routing-key")
         early = cls(
@@ -220,7 +219,7 @@ class EarlyHeader(NamedTuple):
         return early
 
     def expects(self, now_ms: int, tolerated_ms: int) -> bool:
-        """Return whether the message is early because it could not wait for longer at once."""
+        """Return whether the message was put back only until now, not until its due time."""
         return 0 < self.until_ms <= now_ms + tolerated_ms
 
     def header(self) -> dict[str, dict[str, object]]:
@@ -237,7 +236,7 @@ class EarlyHeader(NamedTuple):
 NEVER_EARLY: Final = EarlyHeader()
 
 
-#: The former arrivals that a message names, at most.
+#: The maximum number of former arrivals that a message names.
 MAX_FORMER: Final = 16
 
 
@@ -245,10 +244,10 @@ class Mark(NamedTuple):
     """What distinguishes the arrivals of the messages of a task that was sent with ``once``.
 
     Attributes:
-        name: The name of the message. What is put back keeps it, and so do copies by RabbitMQ.
-        generation: How often it was put back.
-        former: The names of the arrivals that have put it back, of which one may have been let run:
-            its answer was lost.
+        name: The message's name, which it keeps when it is put back or when RabbitMQ copies it.
+        generation: How often the message was put back.
+        former: The names of the arrivals that have put the message back. One of them may have been
+            allowed to run, if Redis's answer was lost.
     """
 
     name: str = ""
@@ -257,19 +256,19 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Read it from the header."""
+        """Read the header's value."""
         name, *more = value.split(".") if isinstance(value, str) else ("",)
         if not more or not is_digits(more[0], MAX_COUNT):
             return cls(name)
         return cls(name, int(more[0]), tuple(more[1:])[-MAX_FORMER:])
 
     def after(self, arrival: str) -> Self:
-        """Return it with one more former arrival."""
+        """Return the mark with one more former arrival."""
         return self._replace(former=(*self.former, arrival)[-MAX_FORMER:])
 
     @property
     def text(self) -> str:
-        """The header."""
+        """The header's value."""
         return ".".join((self.name, str(self.generation), *self.former))
 
 
@@ -277,9 +276,9 @@ class Failures(NamedTuple):
     """The failed attempts to publish a message to its destination.
 
     Attributes:
-        attempts: How many have failed.
-        since_ms: When the first one failed, in milliseconds since 1970-01-01 UTC.
-        first_reason: Why the first one failed.
+        attempts: The number of failed attempts.
+        since_ms: When the first attempt failed, in milliseconds since 1970-01-01 UTC.
+        first_reason: Why the first attempt failed.
     """
 
     attempts: int
@@ -288,22 +287,22 @@ class Failures(NamedTuple):
 
 
 class DelayHeaders(NamedTuple):
-    """What the headers of a delayed message say.
+    """The parsed headers of a delayed message.
 
     Attributes:
         due_ms: The instant at which the task may start, in milliseconds since 1970-01-01 UTC.
-        exchange: The exchange that it would have been published to without a delay.
-        routing_key: The routing key that it would have been published with.
-        queue: The queue that it was delayed for; None if the exchange routes it.
-        priority: The priority, above 4, that distribution gives back to it.
-        expiration: The ``expiration`` that distribution gives back to it.
-        early: How it was put back into the levels that it had left too early.
-        failures: The failed attempts to publish it to its destination.
-        reason: Why it is undeliverable, or why the last attempt has failed.
-        redriven: How often it was taken out of ``undeliverable`` and published again.
-        registry: The headers that the registry knows of, by their names.
-        signature: The signature of what the headers say.
-        others: The user's own headers, and those of Celery.
+        exchange: The exchange that the message would have been published to without a delay.
+        routing_key: The routing key that the message would have been published with.
+        queue: The destination queue; None if the exchange routes the message.
+        priority: The priority, above 4, that distribution restores.
+        expiration: The ``expiration`` that distribution restores.
+        early: How the message was put back after it had left the levels too early.
+        failures: The failed attempts to publish the message to its destination.
+        reason: Why the message is undeliverable, or why the last attempt failed.
+        redriven: How often the message was taken out of ``undeliverable`` and published again.
+        registry: The headers that the registry uses, by name.
+        signature: The signature.
+        others: The user's headers, and Celery's.
     """
 
     due_ms: int | None = None
@@ -334,10 +333,10 @@ class DelayHeaders(NamedTuple):
 
     @property
     def signed(self) -> tuple[object, ...]:
-        """What a signature covers apart from :attr:`registry`: where, when and how a message goes.
+        """The values that a signature covers apart from :attr:`registry`.
 
-        They stay as they are while it waits. To add one, or to change their order, makes the
-        signatures of all messages that wait invalid.
+        They do not change while the message waits. Adding a value here, or changing the order,
+        invalidates the signatures of all waiting messages.
         """
         return (
             *(self.exchange, self.routing_key, self.queue, self.due_ms, self.priority),
@@ -345,9 +344,9 @@ class DelayHeaders(NamedTuple):
         )
 
     def for_consumer(self) -> DelayHeaders:
-        """Return what the consumer of the message gets.
+        """Return the headers that the message's consumer sees.
 
-        Of a destination, only the worker gets to know that consumes the task's queue.
+        The destination is kept only for a message to one queue, whose worker restores it.
         """
         kept = {"due_ms", "early", "registry", "others"}
         if self.queue is not None:
@@ -355,7 +354,7 @@ class DelayHeaders(NamedTuple):
         return DelayHeaders(**{name: each for name, each in self._asdict().items() if name in kept})
 
 
-#: The fields of :class:`DelayHeaders` that are one header each.
+#: The fields of :class:`DelayHeaders` that stand for a single header.
 _FIELDS: Final = {
     "due_ms": DUE,
     "exchange": EXCHANGE,
@@ -370,12 +369,12 @@ _FIELDS: Final = {
 
 
 def is_int(value: object, least: int, most: int) -> TypeGuard[int]:
-    """Return whether a value is an integer in a range; a bool is none."""
+    """Return whether a value is an integer in a range; a bool does not count."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_digits(value: object, most: int) -> TypeGuard[str]:
-    """Return whether a value is a text of digits, and their number no more than ``most``."""
+    """Return whether a value is a text of digits for a number of at most ``most``."""
     if not isinstance(value, str) or len(value) > len(str(most)):
         return False
     return value.isascii() and value.isdigit() and int(value) <= most
@@ -386,12 +385,12 @@ def _is_text(value: object) -> bool:
 
 
 def is_life(value: object) -> TypeGuard[str]:
-    """Return whether a value is one of the header :data:`LIFE`."""
+    """Return whether a value is valid for the header :data:`LIFE`."""
     return value == str(UNKNOWN_LIFE) or is_digits(value, MAX_EXACT)
 
 
 def is_expiration(value: object) -> TypeGuard[str]:
-    """Return whether RabbitMQ takes a value as the ``expiration`` of a message."""
+    """Return whether RabbitMQ accepts a value as the ``expiration`` of a message."""
     return is_digits(value, MAX_EXPIRATION_MS)
 
 
@@ -399,7 +398,7 @@ _INSTANT: Final = partial(is_int, least=0, most=MAX_DUE_MS), "milliseconds since
 _TEXT: Final = _is_text, "a text"
 _TRUE: Final = partial(operator.is_, True), "True"
 
-#: For each of our headers which values count, and what they are in words.
+#: The test for valid values of every own header, and a description of these values.
 _KINDS: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     DUE: _INSTANT,
     EXCHANGE: (_is_text, "an exchange's name"),
@@ -428,14 +427,14 @@ def parse(headers: Mapping[str, object]) -> tuple[DelayHeaders, dict[str, str]]:
     """Read the headers of a message; never raises.
 
     Args:
-        headers: The headers, as the broker returns them. Anybody may have written them.
+        headers: The headers, as the broker returns them; they are not trusted.
 
     Returns:
-        What they say; an invalid header counts as missing. And for each of these a text that says
-        what is wrong with it. There is no text for :data:`VERSION`, about which
-        :func:`later_version` says more, for what stands in the table of :data:`EARLY`, for a header
-        that is None, and for an own header of an unknown name, which is dropped. Of failures, all
-        three headers count or none.
+        The parsed headers, in which an invalid header is missing; and a text that describes the
+        problem, for every invalid header. No text is made for :data:`VERSION`, which
+        :func:`later_version` checks, for the values in the table of :data:`EARLY`, for a header
+        that is None, and for an own header of an unknown name, which is dropped. Failures count
+        only if all three headers are valid.
     """
     valid: dict[str, Any] = {}
     problems: dict[str, str] = {}
@@ -451,20 +450,20 @@ def parse(headers: Mapping[str, object]) -> tuple[DelayHeaders, dict[str, str]]:
             problems[name] = f"its header {name} is {shortened(value)}, not {kind[1]}"
     if isinstance(nested := others.get(NESTED_HEADERS), Mapping):
         others[NESTED_HEADERS] = strip(nested)
-    said: dict[str, Any] = {field: valid[name] for field, name in _FIELDS.items() if name in valid}
+    known: dict[str, Any] = {field: valid[name] for field, name in _FIELDS.items() if name in valid}
     if EARLY in valid:
-        said["early"] = EarlyHeader.of(valid[EARLY])
+        known["early"] = EarlyHeader.of(valid[EARLY])
     if ATTEMPTS in valid and FAILED_SINCE in valid and FIRST_REASON in valid:
-        said["failures"] = Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON])
+        known["failures"] = Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON])
     if registry := REGISTRY & valid.keys():
-        said["registry"] = {name: valid[name] for name in registry}
-    return DelayHeaders(**said, others=others), dict(sorted(problems.items()))
+        known["registry"] = {name: valid[name] for name in registry}
+    return DelayHeaders(**known, others=others), dict(sorted(problems.items()))
 
 
 def unopened(headers: Mapping[str, object]) -> DelayHeaders:
-    """Read the headers of a message that is passed on as it came.
+    """Read the headers of a message that is passed on unchanged.
 
-    All of them stay but those of the broker, also invalid ones and those of a later version.
+    All headers stay except the broker's, also invalid ones and those of a later version.
     """
     parsed, _ = parse(headers)
     return parsed._replace(others={n: v for n, v in headers.items() if n not in BROKER_HEADERS})
@@ -473,14 +472,14 @@ def unopened(headers: Mapping[str, object]) -> DelayHeaders:
 def later_version(headers: Mapping[str, object], content_type: object) -> str | None:
     """Return why this version of the package cannot read a message; None if it can.
 
-    Messages wait for years, and the workers of a fleet may be of two versions. A message of a later
-    one goes back into the levels, unopened, until a worker of that version receives it; see
-    :meth:`.Redelivery.until_upgraded`. A value of the header that no version writes counts as later
-    too: nothing is opened by guess.
+    Messages wait for years, and a fleet may have workers of two versions. A message of a later
+    version goes back into the levels, unopened, until a worker of that version receives it; see
+    :meth:`.Redelivery.until_upgraded`. An invalid value of the header counts as a later version
+    too, so that no message is opened by guess.
 
     Args:
-        headers: The message's headers; anybody may have written them.
-        content_type: Its property ``content_type``.
+        headers: The message's headers; they are not trusted.
+        content_type: The message's property ``content_type``.
     """
     version = headers.get(VERSION, MESSAGE_VERSION)
     is_own = isinstance(content_type, str) and content_type.startswith(OWN_CONTENT_TYPES)
@@ -499,7 +498,7 @@ def refuse_sender_selected(headers: Mapping[str, object]) -> None:
     """Refuse a message whose headers name further routing keys.
 
     Raises:
-        UnprocessableMessage: It has such a header.
+        UnprocessableMessage: The message has such a header.
     """
     for name in SENDER_SELECTED:
         if name in headers:
@@ -509,11 +508,11 @@ def refuse_sender_selected(headers: Mapping[str, object]) -> None:
 
 
 def of_client(headers: Mapping[str, object]) -> dict[str, object]:
-    """Return the headers of a message that a client has checked in, as far as it may set them.
+    """Return the headers of a client's message that the client may set.
 
-    Of our own, the exchange stays, which the client may name, and the version, for which check-in
-    refuses the message. What the broker adds goes as well: up to 3.13, it believes what a client
-    writes there.
+    Of the own headers, only two stay: the exchange, which the client may name, and the version, for
+    which check-in refuses the message. The broker's headers are removed too, because RabbitMQ up to
+    3.13 trusts their values.
     """
     kept = strip(headers)
     for name in (EXCHANGE, VERSION):
@@ -523,10 +522,10 @@ def of_client(headers: Mapping[str, object]) -> dict[str, object]:
 
 
 def client_delay_ms(headers: Mapping[str, object]) -> int:
-    """Return the delay that a client asks for in milliseconds, rounded up; 0 if that is over.
+    """Return the delay that a client requests, in milliseconds, rounded up; 0 if it is negative.
 
     Raises:
-        UnprocessableMessage: It is not a number of milliseconds.
+        UnprocessableMessage: The header is not a number of milliseconds.
     """
     delay = headers.get(X_DELAY, 0)
     with suppress(ValueError, OverflowError):
@@ -541,11 +540,11 @@ def client_delay_ms(headers: Mapping[str, object]) -> int:
 def strip(headers: Mapping[str, object]) -> dict[str, object]:
     """Return headers without those that the broker and this package added.
 
-    The user's own ``x-*`` stay. Nested headers, to which tracers copy the others, are stripped too.
-    A name that is not UTF-8 is given in bytes, by py-amqp.
+    The user's own ``x-*`` headers stay. Nested headers, to which tracers copy the others, are
+    stripped too. py-amqp returns a name that is not UTF-8 as bytes.
     """
     stripped = table = _foreign(headers)
-    # Not by recursion: anybody may have nested them a thousand deep.
+    # A loop, because an attacker may nest headers a thousand deep.
     while isinstance(nested := table.get(NESTED_HEADERS), Mapping):
         table[NESTED_HEADERS] = table = _foreign(nested)
     return stripped
@@ -574,9 +573,9 @@ def drop_own(headers: dict[str, Any]) -> None:
 
 
 def shortened(value: object) -> str:
-    """Return what a value looks like, in few characters."""
+    """Return the ``repr`` of a value, cut off after :data:`MAX_SHOWN_LENGTH` characters."""
     try:
         text = repr(value)
-    except RecursionError:  # anybody may have nested it a thousand deep
+    except RecursionError:  # an attacker may nest values a thousand deep
         text = f"a {type(value).__name__} that is nested too deep"
     return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}..."

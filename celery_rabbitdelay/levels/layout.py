@@ -1,7 +1,7 @@
 """Layouts: the levels that a delay is written in, and its digits.
 
-A layout is a list of levels, highest first, and a way to pass zero digits. A level is one digit:
-a unit, a multiple of it, and a base. Names, times to live, queues and capacity follow from these.
+A layout is a list of levels, highest first, and a rule for zero digits. A level is one digit: a
+unit, a multiple of it, and a base. Names, TTLs, queues and the capacity follow from these.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from celery_rabbitdelay.levels.delay import Delay, milliseconds
 #: exchange-to-exchange bindings).
 Zeros: TypeAlias = Literal["bind", "skip", "queue"]
 
-#: The units that levels and queues are counted in, in milliseconds; ``custom`` may add others.
+#: The units of levels and queues, in milliseconds; ``custom`` may add others.
 UNITS: Final = {"days": 86_400_000, "hours": 3_600_000, "minutes": 60_000, "seconds": 1000, "ms": 1}
 
-#: RabbitMQ refuses an ``x-message-ttl`` above ten years, in milliseconds (measured on 3.10 to 4.3).
-#: So there are at most 39 levels, whose digits take 78 of the 255 bytes of a routing key.
+#: The largest ``x-message-ttl`` that RabbitMQ accepts (measured on 3.10 to 4.3): ten years, in
+#: milliseconds. So there are at most 39 levels, whose digits take 78 of a routing key's 255 bytes.
 MAX_TTL: Final = 315_360_000_000
 
 _UNIT_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,50}")
@@ -38,9 +38,9 @@ class Level:
     """One digit of a delay.
 
     Attributes:
-        unit: The name of the unit that the level's queues are counted in, for example "days".
-        multiple: How many units one count of the digit stands for: 10 for tens of days.
-        base: How many values the digit takes, zero included.
+        unit: The name of the unit of the level's queues, for example "days".
+        multiple: The units in one count of the digit: 10 for tens of days.
+        base: The number of the digit's values, zero included.
         unit_ms: The length of one unit in milliseconds.
     """
 
@@ -51,7 +51,7 @@ class Level:
 
     @property
     def place_ms(self) -> int:
-        """What one count of the digit is worth, in milliseconds."""
+        """The place value: the milliseconds of one count of the digit."""
         return self.multiple * self.unit_ms
 
     @property
@@ -69,7 +69,7 @@ class Layout:
     """The levels of a delay, highest first, checked.
 
     Attributes:
-        name: What the layout is called in errors and in its fingerprint: "clock", "binary", ...
+        name: The layout's name in errors and in its fingerprint: "clock", "binary", ...
         levels: The levels, highest first.
         zeros: How a zero digit is passed.
 
@@ -113,12 +113,12 @@ class Layout:
 
     @cached_property
     def places_ms(self) -> tuple[int, ...]:
-        """What one count of each level is worth in milliseconds, highest first."""
+        """The place value of each level in milliseconds, highest first."""
         return tuple(level.place_ms for level in self.levels)
 
     @cached_property
     def tick_ms(self) -> int:
-        """The resolution in milliseconds: what one count of the lowest level is worth."""
+        """The resolution in milliseconds: the place value of the lowest level."""
         return self.places_ms[-1]
 
     @cached_property
@@ -128,7 +128,7 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short word that is the same for two layouts if, and only if, they are the same."""
+        """A short word that is the same for two layouts if, and only if, they are equal."""
         levels = [(level.unit, level.multiple, level.base, level.unit_ms) for level in self.levels]
         text = json.dumps([levels, self.zeros])
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
@@ -139,7 +139,11 @@ class Layout:
             raise DelayTooLong(delay_ms, self.capacity_ms)
 
     def digits(self, delay_ms: int) -> tuple[int, ...]:
-        """Write a delay of at most the capacity, rounded up to ticks; zero or less is all zeros."""
+        """Return the digits of a delay, rounded up to ticks; all zeros for zero or less.
+
+        Raises:
+            DelayTooLong: The delay is above the capacity.
+        """
         self.check_capacity(delay_ms)
         # Ceiling division: add tick - 1 ms.
         rest = max(delay_ms + self.tick_ms - 1, 0)
@@ -154,9 +158,9 @@ class Layout:
     ) -> int:
         """Return the delay in the range [delay, delay + tolerance] that has the fewest stops.
 
-        A message stops once for each non-zero digit. Rounding a delay up to a multiple of a place
-        value clears all digits below, so the result is one of these multiples: the shortest with
-        the fewest stops, or with ``coarsest=True`` the multiple of the largest place value.
+        A message stops once for each non-zero digit. A delay that is rounded up to a multiple of a
+        place value has only zeros below that place, so the result is such a multiple: the shortest
+        with the fewest stops, or with ``coarsest=True`` that of the largest place value.
         """
         longest_ms = min(delay_ms + tolerance_ms, self.capacity_ms)
         in_range: list[int] = []
@@ -170,7 +174,7 @@ class Layout:
 
 
 def clock(tick: Delay = 0.1, zeros: Zeros = "bind") -> Layout:
-    """Days, hours, minutes, seconds and ticks: 180 queues and 4,000 days at the default tick."""
+    """Return the layout of days, hours, minutes, seconds and ticks; 4,000 days in 180 queues."""
     tick_ms = milliseconds(tick)
     if tick_ms not in (1, 10, 100, 1000):
         raise InvalidLayout(f"the clock takes a tick of 1, 0.1, 0.01 or 0.001 s, not {tick!r}")
@@ -181,18 +185,18 @@ def clock(tick: Delay = 0.1, zeros: Zeros = "bind") -> Layout:
 
 
 def binary(tick: Delay = 0.1, levels: int = 28, zeros: Zeros = "bind") -> Layout:
-    """Levels of one bit each, as in NServiceBus; the lowest is worth ``tick`` seconds."""
+    """Return levels of one bit, as in NServiceBus; the lowest is worth ``tick`` seconds."""
     return _uniform("binary", tick, 2, levels, zeros)
 
 
 def geometric(
     tick: Delay = 0.1, factor: int = 10, levels: int = 9, zeros: Zeros = "bind"
 ) -> Layout:
-    """Levels of base ``factor`` each; one count of the lowest is worth ``tick`` seconds."""
+    """Return levels of base ``factor``; one count of the lowest is worth ``tick`` seconds."""
     return _uniform("geometric", tick, factor, levels, zeros)
 
 
-#: The layouts that are made by a name and some options, ``tick`` first.
+#: The layouts that a setting can name; the first option of each is ``tick``.
 NAMED: Final[Mapping[str, Callable[..., Layout]]] = {
     "clock": clock,
     "binary": binary,
@@ -201,11 +205,11 @@ NAMED: Final[Mapping[str, Callable[..., Layout]]] = {
 
 
 def custom(levels: Iterable[tuple[str, int, Delay]], zeros: Zeros = "bind") -> Layout:
-    """Levels of your own, highest first, each a (name, base, unit).
+    """Return levels of your own, highest first, each given as (name, base, unit).
 
-    name: unit of the queue names; base: number of digit values; unit: value of one count, in
-    seconds or as a timedelta. A level named "days" with a unit of ten days has the exchange
-    ``days.x10``.
+    name: the unit in the queues' names; base: the number of the digit's values; unit: the value of
+    one count, in seconds or as a timedelta. A level named "days" with a unit of ten days has the
+    exchange ``days.x10``.
     """
     return Layout("custom", tuple(map(_custom_level, levels)), zeros)
 

@@ -1,6 +1,6 @@
 """Routing keys: a word for each digit of the delay, then a word for the destination.
 
-A message keeps its key until it is delivered; each level's exchange looks at its own digit alone.
+A message keeps its key until it is delivered; the exchange of a level looks only at its own digit.
 With several shards, the shard's word comes first::
 
     0.0.0.3.7.45.30.0.celery       3 days, 7:45:30, to the queue ``celery``
@@ -18,31 +18,31 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 from urllib.parse import unquote
 
-#: The destination that stands for the distribution module: no queue has an empty name.
+#: The destination for the distribution module: no queue has an empty name.
 DISTRIBUTION: Final = ""
 
-#: The one that stands for the queue of probes: no queue has a name of more than 255 bytes.
+#: The destination for the queue of probes: no queue has a name of more than 255 bytes.
 PROBES: Final = "-" * 256
 
-#: Their words; no queue has one of these.
+#: The words of these two destinations; no queue's name is encoded as one of them.
 _RESERVED: Final = {DISTRIBUTION: "%distribution", PROBES: "%probe"}
 
-#: Stands for each digit in the key of a message that distribution gives to the delivery exchange. A
-#: binding of a destination matches any digits; no binding of a level matches this one.
+#: Replaces every digit in the key of a message that distribution publishes to the delivery
+#: exchange. A destination's binding matches any digits; no binding of a level matches this one.
 NO_DIGIT: Final = "-"
 
-#: The longest word for a queue, in bytes; a longer one is hashed.
+#: The maximum bytes of a queue's word; a longer one is hashed.
 MAX_DESTINATION_BYTES: Final = 120
 
 _SPECIAL = re.compile(r"[.*#%]")
 
 
 class RoutingKeys(NamedTuple):
-    """How the routing keys of one topology are written, matched and read.
+    """Writes, matches and reads the routing keys of one topology.
 
     Attributes:
-        levels: How many digits a key has.
-        shards: How many shards there are.
+        levels: The number of levels, which is the number of digits in a key.
+        shards: The number of shards.
     """
 
     levels: int
@@ -54,7 +54,7 @@ class RoutingKeys(NamedTuple):
         return ".".join(words)
 
     def pattern(self, shard: int, level: int, *digits: int) -> str:
-        """Return the topic pattern of a shard's keys that have ``digits`` from a level on."""
+        """Return the topic pattern of a shard's keys with ``digits`` from a level on."""
         return ".".join((*self.shard_words(shard), *"*" * level, *map(str, digits), "#"))
 
     def destination_pattern(self, destination: str) -> str:
@@ -73,14 +73,14 @@ class RoutingKeys(NamedTuple):
         return ".".join((*self.shard_words(0), *words, encode_destination(destination)))
 
     def has_no_digits(self, key: str) -> bool:
-        """Return whether a key is one of :meth:`key_without_digits`."""
+        """Return whether a key was made by :meth:`key_without_digits`."""
         return self.digits(key) == (NO_DIGIT,) * self.levels
 
     def shard(self, task_id: str) -> int:
-        """Return the shard of a task: always the same one for the same id."""
+        """Return the shard of a task, which depends only on the task's id."""
         if self.shards == 1:
             return 0
-        # An id may hold half of a surrogate pair, which strict UTF-8 refuses.
+        # An id may contain half of a surrogate pair, which strict UTF-8 refuses.
         return zlib.crc32(task_id.encode("utf-8", "surrogatepass")) % self.shards
 
     def shard_words(self, shard: int) -> tuple[str, ...]:
@@ -90,20 +90,20 @@ class RoutingKeys(NamedTuple):
 
 @lru_cache(maxsize=10_000)
 def encode_destination(name: str) -> str:
-    """Return a queue's name as one word of a routing key, different for different names.
+    """Encode a queue's name as one word of a routing key, different for different names.
 
     ``daily.reports`` becomes ``daily%2Ereports``; the wildcards ``*`` and ``#`` are encoded too. A
-    long name becomes ``%~`` and its SHA-256: AMQP allows a key 255 bytes.
+    long name becomes ``%~`` and its SHA-256: an AMQP routing key has at most 255 bytes.
     """
     if name in _RESERVED:
         return _RESERVED[name]
     word = _SPECIAL.sub(lambda match: f"%{ord(match[0]):02X}", name)
-    # A name that a stranger has written may hold half of a surrogate pair.
+    # A name from an untrusted message may contain half of a surrogate pair.
     if len(word.encode("utf-8", "surrogatepass")) <= MAX_DESTINATION_BYTES:
         return word
     return f"%~{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def decode_destination(word: str) -> str | None:
-    """Return the queue's name for a word; None if the name was hashed."""
+    """Decode the queue's name from a word; None if the name was hashed."""
     return None if word.startswith("%~") else unquote(word)

@@ -1,7 +1,7 @@
-"""URLs as logs, errors and reports may show them: without passwords. No other file hides passwords.
+"""URLs without passwords, for logs, errors and reports. No other file hides passwords.
 
-A URL in an error is often malformed. So whatever may be a password is hidden, even if more of the
-URL is lost with it than need be.
+A URL in an error is often malformed. So every part that may be a password is hidden, even if other
+parts of the URL are hidden with it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from urllib.parse import unquote
 
 from kombu import Connection
 
-#: What stands for a password, as in the texts of kombu and Celery.
+#: Stands for a password, as in the texts of kombu and Celery.
 HIDDEN: Final = "**"
 
 #: The beginning of a URL. A password may contain "://", too.
 _SCHEME: Final = r"[A-Za-z][A-Za-z0-9+.-]*://"
 
-#: URLs in a list of servers, such as ``sentinel://one;sentinel://two``, are separated by these.
+#: The separator in a list of URLs, such as ``sentinel://one;sentinel://two``.
 _BETWEEN_SERVERS: Final = re.compile(f";(?={_SCHEME})")
 
-#: A parameter with its value, such as ``?password=...`` of a URL of Redis.
+#: A parameter of a URL with its value, such as ``?password=...``.
 _PARAMETER: Final = re.compile(r"(?P<start>[?&](?P<name>[^=&?]*)=)(?P<value>[^&]*)")
 
-#: What the name of a secret parameter contains.
+#: The name of a secret parameter contains one of these words.
 _SECRET: Final = re.compile("pass|pwd|secret|token", re.IGNORECASE)
 
-#: A URL within a text. Behind "user:", it may have blanks up to the next "@" of the line, unless a
-#: port or no more than punctuation stands there: the URL has ended then, and ordinary text follows.
+#: A URL within a text. After "user:", it may have blanks up to the next "@" of the line, unless a
+#: port or only punctuation follows the colon: there, the URL ends and ordinary text begins.
 _IN_TEXT: Final = re.compile(
     rf"{_SCHEME}"
     r"(?:[^\s@:/?#\[\]]*:(?!\d+\b|[^\s\w]*\s)(?:(?!://)[^@\n]){1,200}@)?\S+"
@@ -37,7 +37,7 @@ _IN_TEXT: Final = re.compile(
 
 
 def without_password(url: str) -> str:
-    """Return a URL, or several with ``;`` between them, without its passwords.
+    """Return a URL, or a list of URLs with ``;`` between them, without passwords.
 
     Args:
         url: The URL. It may be malformed; a password may contain any character.
@@ -61,7 +61,7 @@ def without_password(url: str) -> str:
         return f"{scheme}://{user}:{HIDDEN}@{server}" if colon else url
     host, colon, port = re.split("[/?#]", rest, maxsplit=1)[0].rpartition(":")
     if colon and port and not port.isdigit() and not port.endswith("]"):
-        # No port: the password of a URL whose host was forgotten.
+        # Not a port, but the password of a URL without a host.
         return f"{scheme}://{host}:{HIDDEN}"
     return url
 
@@ -72,11 +72,11 @@ def without_passwords(text: str) -> str:
 
 
 def without_passwords_in(value: object) -> object:
-    """Return settings without their passwords, however deep these are in mappings and lists.
+    """Return settings without their passwords, at any depth of mappings and lists.
 
     Args:
-        value: A text, with or without a URL; a mapping, whose texts are hidden under names such as
-            "password"; or a list or a tuple. Any other value is returned as it is.
+        value: A text, with or without a URL; a mapping, in which texts under names such as
+            "password" are hidden; or a list or a tuple. Other values are returned unchanged.
     """
     if isinstance(value, str):
         return without_password(value) if "://" in value else value
@@ -96,9 +96,8 @@ def shown_broker(connection: Connection) -> str:
     """Return the URL of a connection's broker without its password.
 
     Args:
-        connection: The connection. Its own ``as_uri`` hides what it takes for the password. It
-            takes the end of one with an unquoted "/" for the virtual host, and a URL without
-            "://" for the host.
+        connection: The connection. Its own ``as_uri`` is not enough: it takes the end of a password
+            with an unquoted "/" for the virtual host, and a URL without "://" for the host.
     """
     if "@" in f"{connection.hostname}{connection.virtual_host}":
         return f"{connection.transport_cls}://{HIDDEN}"

@@ -1,6 +1,6 @@
 """The levels as exchanges, queues and bindings, and the route of a message through them.
 
-A level is a topic exchange, and a queue for each of its digits, built from kombu's entities::
+A level is a topic exchange with a queue for each non-zero digit, made of kombu's entities::
 
     producer --> exchange of the first non-zero digit
                     | digit 7                     | digit 0
@@ -31,7 +31,7 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, PROBES, RoutingK
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
-#: The modules around the levels, as ``rabbitdelay_modules`` names them, and the service of probes.
+#: The modules beside the levels, by their names in ``rabbitdelay_modules``, and the probe service.
 CHECK_IN: Final = "check-in"
 DISTRIBUTE: Final = "distribution"
 PROBE: Final = "probe"
@@ -42,14 +42,14 @@ PROBE_TYPE: Final = "rabbitdelay-probe"
 #: Milliseconds after which probes that no worker receives are dropped.
 PROBE_TTL: Final = 300_000
 
-#: Milliseconds for which a task that is paused waits before it asks the registry again.
+#: Milliseconds that a paused task waits before its worker asks the registry again.
 PAUSED_TTL: Final = 600_000
 
-#: How the tags of this package's consumers begin, by which verify tells them from a stranger's.
+#: The beginning of this package's consumer tags, which verify uses to find foreign consumers.
 CONSUMER_TAG: Final = "rabbitdelay-"
 
-#: How often a message may be given back to its queue; see :data:`.DELIVERY_LIMIT`. Up to 3.13, "no
-#: limit" cannot be written.
+#: The delivery limit of queues that should have none; see :data:`.DELIVERY_LIMIT`. RabbitMQ up to
+#: 3.13 has no value for "no limit".
 NO_DELIVERY_LIMIT: Final = 2**31 - 1
 
 #: Delivery limit of the module queues: a message redelivered more often is assumed to crash workers
@@ -61,19 +61,19 @@ POISON_LIMIT: Final = 100
 #: drops a message with a TTL of 0 unless a consumer is waiting for it.
 PASS_THROUGH_TTL: Final = 1
 
-#: The version of all exchanges, queues, bindings and arguments, whatever the layout. RabbitMQ does
-#: not let an exchange or a queue change its arguments, so another version needs another prefix; see
-#: :class:`Identity`. A unit test fails when they change and this does not.
+#: The version of all exchanges, queues, bindings and arguments, of any layout. The arguments of an
+#: existing exchange or queue cannot change, so another version needs another prefix; see
+#: :class:`Identity`. A unit test fails if they change and this version does not.
 ARGUMENTS: Final = "v41a81445ab"
 
 
 class Binding(NamedTuple):
-    """An exchange sends what matches ``pattern`` to a queue or to another exchange.
+    """A binding of a queue or an exchange to an exchange.
 
     Attributes:
-        source: The exchange.
-        pattern: The topic pattern; empty for a fanout exchange, which sends everything.
-        target: The name of the queue or exchange that gets it.
+        source: The exchange that messages come from.
+        pattern: The topic pattern; empty for a fanout exchange.
+        target: The name of the queue or exchange that gets the matching messages.
         target_is_exchange: Whether ``target`` is an exchange.
     """
 
@@ -87,16 +87,17 @@ class ModuleQueues(NamedTuple):
     """The queues outside the levels; all but distribution have a fanout exchange of the same name.
 
     Attributes:
-        undeliverable: Gets every message that cannot be delivered, so that it blocks no others.
+        undeliverable: Gets every message that cannot be delivered.
         checkin: The ingest queue: any AMQP client publishes here, with the delay in a header.
         meditation: The overflow loop: a delay above the capacity waits here once per capacity.
         distribution: Gets due messages that a worker publishes to their final exchange.
+        paused: Holds due tasks that are paused. After :data:`PAUSED_TTL`, a task returns to its
+            queue, and its worker asks the registry again; after a resume, workers return it at
+            once.
         meditated: The exchange through which a message returns from meditation to check-in's queue.
             Clients need no permission for it.
-        paused: Holds due tasks that are paused. After :data:`PAUSED_TTL` a task returns to its
-            queue and asks the registry again; after a resume, workers return it at once.
-        unrouted: The exchange through which distribution gets the due messages that find no queue,
-            to try again later: the alternate exchange of delivery.
+        unrouted: The alternate exchange of delivery: distribution gets the due messages that no
+            queue takes, and tries again later.
     """
 
     undeliverable: Queue
@@ -114,7 +115,7 @@ class ModuleQueues(NamedTuple):
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """All exchanges; first that of ``undeliverable``, which all others refer to."""
+        """All exchanges, beginning with that of ``undeliverable``, to which all others refer."""
         return tuple(exchange for exchange, _ in self._fanouts)
 
     @property
@@ -131,13 +132,13 @@ class ModuleQueues(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """Two exchanges that say which topology is declared under a prefix, and that it is complete.
+    """Two exchanges that identify the topology under a prefix, and show that it is complete.
 
     Attributes:
-        fingerprint: A word that is the same for two topologies if, and only if, they are the same.
+        fingerprint: A word that is the same for two topologies if, and only if, they are equal.
         guard: Declared first. RabbitMQ refuses to declare it again with another alternate exchange,
             and so refuses every other topology under the prefix.
-        marker: Declared last: where it exists, the topology is complete.
+        marker: Declared last: if it exists, the topology is complete.
     """
 
     fingerprint: str
@@ -170,8 +171,8 @@ class Topology:
         layout: The levels.
         queue_type: ``quorum`` (no message is lost between two levels), or ``classic`` (if the
             broker fails, a message that is being dead-lettered to the next level can be lost).
-        shards: How many queues each digit has; a message takes one of them by its task's id. Each
-            queue has a leader, and a dead-letter worker, of its own.
+        shards: The number of queues per digit; the task's id selects one of them. Every queue has
+            its own leader and dead-letter worker.
     """
 
     prefix: str = "rabbitdelay"
@@ -226,7 +227,7 @@ class Topology:
     @cached_property
     def module_queues(self) -> ModuleQueues:
         """The module queues, which are outside the levels."""
-        # The alternate exchange of all others; it has none itself.
+        # The alternate exchange of all others, without an alternate of its own.
         last = Exchange(self._name("undeliverable"), type="fanout", durable=True)
         meditated = self._exchange("meditated", "fanout")
         served = partial(self._queue, dead_letter_to=last.name, delivery_limit=POISON_LIMIT)
@@ -243,7 +244,7 @@ class Topology:
             distribution=served("distribution"),
             paused=kept(
                 "paused",
-                # Without an alternate: what it cannot route comes back, and goes into the levels.
+                # Without an alternate: unroutable messages are returned, and go into the levels.
                 Exchange(self._name("paused"), type="fanout", durable=True),
                 ttl_ms=PAUSED_TTL,
                 dead_letter_to=self.delivery.name,
@@ -254,18 +255,18 @@ class Topology:
 
     @cached_property
     def probe(self) -> Queue:
-        """The queue of probes. Levels that lack it are complete, as those of an earlier version."""
+        """The queue of probes; levels of an earlier version are complete without it."""
         return self._queue("probe", further={"x-single-active-consumer": True}, ttl_ms=PROBE_TTL)
 
     @cached_property
     def probe_binding(self) -> Binding:
-        """The binding of that queue."""
+        """The binding of :attr:`probe`."""
         pattern = self.keys.destination_pattern(PROBES)
         return Binding(self.delivery.name, pattern, self.probe.name)
 
     @cached_property
     def identity(self) -> Identity:
-        """Fingerprint, guard and marker."""
+        """The topology's fingerprint, guard and marker."""
         shards = self.keys.shard_words(self.shards)
         fingerprint = "-".join((self.layout.fingerprint, self.queue_type, *shards, ARGUMENTS))
         name = self._name("layout")
@@ -292,13 +293,13 @@ class Topology:
 
     @cached_property
     def delivery(self) -> Exchange:
-        """The exchange behind the last level: it routes each message to its destination."""
+        """The exchange behind the last level, which routes every message to its destination."""
         return self._exchange("delivery", "topic", alternate="unrouted")
 
     def is_optional(self, name: str) -> bool:
-        """Return whether levels are complete without the exchange or queue of a name.
+        """Return whether levels are complete without a named exchange or queue.
 
-        That is the case for those of paused tasks, which wait in the levels otherwise.
+        Only ``paused`` is optional: without it, paused tasks wait in the levels.
         """
         return name == self.module_queues.paused.name
 
@@ -371,7 +372,7 @@ class Topology:
 
     @cached_property
     def _exchange_names(self) -> tuple[str, ...]:
-        """The exchange of each level, highest first, and delivery behind the last one."""
+        """The name of each level's exchange, highest first, and of delivery behind the last one."""
         levels = (level.name for level in self.layout.levels)
         return tuple(map(self._name, (*levels, "delivery")))
 
@@ -380,7 +381,7 @@ class Topology:
         return f"{self.prefix}.{suffix}"
 
     def _exchange(self, suffix: str, kind: str, alternate: str = "undeliverable") -> Exchange:
-        """Return an exchange, whose unroutable messages go to another one, its alternate."""
+        """Return an exchange with an alternate exchange, which gets its unroutable messages."""
         arguments = {"alternate-exchange": self._name(alternate)}
         return Exchange(self._name(suffix), type=kind, durable=True, arguments=arguments)
 

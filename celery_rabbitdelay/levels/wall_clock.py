@@ -1,4 +1,4 @@
-"""The time of day. All other modules ask here.
+"""The wall clock of all other modules.
 
 A test that travels in time (:mod:`celery_rabbitdelay.testing.travel`) replaces :data:`ns` in its
 own process and in its workers, so that due times, lateness and expiries agree.
@@ -17,7 +17,7 @@ EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _system_ns() -> int:
-    # freezegun would replace the function itself as the source of another module.
+    # A function of our own: freezegun would replace a reference to time.time_ns.
     return time.time_ns()
 
 
@@ -36,5 +36,5 @@ def now() -> datetime:
 
 
 def own_us() -> int | None:
-    """Return the microseconds since 1970-01-01 UTC if a test says what time it is; else None."""
+    """Return the microseconds since 1970-01-01 UTC if a test sets the clock; None otherwise."""
     return None if ns is _system_ns else ns() // 1000

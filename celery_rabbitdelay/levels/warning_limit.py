@@ -1,4 +1,4 @@
-"""How often the log says the same. Pure."""
+"""A limit for repeated warnings in the log. Pure."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-#: The warnings of one period that are logged, at most.
+#: The maximum number of warnings that are logged in one period.
 LOGGED: Final = 5
 
-#: Seconds in usual periods.
+#: Usual periods, in seconds.
 MINUTE: Final = 60.0
 HOUR: Final = 3600.0
 
 
 @dataclass(eq=False, repr=False)
 class WarningLimit:
-    """Lets the first few warnings of a period through, each once, and logs a count of the others.
+    """Lets the first few different warnings of a period through, and logs the number of the others.
 
     Attributes:
-        logger: Where the count goes.
-        what: What the warnings are about, in the plural.
-        every: The seconds of a period.
+        logger: The logger of the number.
+        what: The subject of the warnings, in the plural.
+        every: The period, in seconds.
     """
 
     logger: logging.Logger
@@ -37,13 +37,13 @@ class WarningLimit:
         """Return whether to log a warning; count it if not.
 
         Args:
-            key: What it is about: a destination, or a reason. The same is logged once in a period.
+            key: The warning's subject: a destination, or a reason. Logged once in a period.
         """
         now = time.monotonic()
         if now - self._since >= self.every:
             if self._left_out:
                 self.logger.warning(
-                    "%s: %s more within %.0f s, without a warning each",
+                    "%s: %s more within %.0f s, not logged one by one",
                     self.what,
                     f"{self._left_out:,}",
                     now - self._since,
@@ -57,6 +57,6 @@ class WarningLimit:
         return True
 
     def forget(self) -> None:
-        """Begin anew: what was about to be left out is over."""
+        """Start a new period, and drop the number of warnings that were left out."""
         self._since, self._left_out = -math.inf, 0
         self._logged.clear()
