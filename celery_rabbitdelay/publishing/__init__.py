@@ -1,12 +1,11 @@
 """Publishing with confirms, declaring on a broker, and the kombu producer.
 
-Code that uses a RabbitMQ connection belongs here, unless it concerns Celery or what a module does
-with a message.
+Code that uses a RabbitMQ connection belongs here, unless it concerns Celery or the processing of a
+message by a module.
 
-Read ``message`` (a message that waits, its bytes, and one in flight) and ``wire`` (the frames, also
-of messages that nobody can read, or hold), ``confirm_channel`` and ``publish_loop`` (the one engine
-that keeps many messages in flight), ``publisher`` (its connections, their pool, and pipelines);
-then ``declaration`` and ``refusals`` (which setting, permission or limit is in the way); then
-``destination`` (the queue that a message would reach), ``signature`` (who has said so) and
-``producer``. Private parts of kombu stand in ``kombu_internals``.
+Read ``message`` (a waiting message, its bytes, and a message in flight), ``wire`` (frames, also of
+unreadable and too large messages), ``confirm_channel``, ``publish_loop`` (keeps many messages in
+flight) and ``publisher`` (connections, their pool, and pipelines); then ``declaration`` and
+``refusals`` (why the broker refuses a method); then ``destination`` (the queue that a message would
+reach), ``signature`` and ``producer``. ``kombu_internals`` has the uses of kombu's private parts.
 """

@@ -1,4 +1,4 @@
-"""A channel in confirm mode, and the messages on it that the broker has not settled yet.
+"""A channel in confirm mode, and its unconfirmed messages.
 
 RabbitMQ takes responsibility for a message with ``basic.ack``
 (https://www.rabbitmq.com/docs/confirms). Until then the message may be lost with the connection.
@@ -22,7 +22,7 @@ from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned
 from celery_rabbitdelay.publishing.message import Content, Publication
 from celery_rabbitdelay.publishing.wire import Callback, Wire, publish_frames
 
-#: Bytes that are collected before a write: enough to save system calls, few enough that the broker
+#: The bytes in a batch for one write: enough to save system calls, few enough that the broker
 #: starts early.
 WRITE_SIZE: Final = 65_536
 
@@ -47,13 +47,13 @@ class Unconfirmed(dict[int, Publication]):
         self.on_settled = on_settled
 
     def forget(self, publications: Collection[Publication]) -> None:
-        """Stop waiting for some of them; later answers about them are ignored."""
+        """Stop waiting for some publications; late answers about them are ignored."""
         gone = [tag for tag, each in self.items() if each in publications]
         for tag in gone:
             del self[tag]
 
     def settle(self, tag: int, multiple: bool, is_nack: bool = False) -> None:
-        """Handle ``basic.ack`` or ``basic.nack``; with an ack, a returned one keeps its error."""
+        """Handle ``basic.ack`` or ``basic.nack``; an ack keeps the error of a returned message."""
         # Tags grow, and a dict keeps the order in which they were added.
         tags = list(takewhile(tag.__ge__, self)) if multiple else [tag]
         for publication in [self.pop(each) for each in tags if each in self]:
@@ -66,11 +66,11 @@ class Unconfirmed(dict[int, Publication]):
     def returned(
         self, reply: AMQPError, exchange: str, routing_key: str, message: amqp.Message
     ) -> None:
-        """Note that no queue takes a message; the broker acks it next.
+        """Note that no queue takes a message; the broker acks the message next.
 
-        ``basic.return`` has no delivery tag, so the publication is found by the message itself.
-        Among equal ones it does not matter which. If the broker has changed the type of a header
-        on the way, it is the first with the same address.
+        ``basic.return`` has no delivery tag, so the publication is found by its content; which of
+        several equal publications does not matter. If the broker has changed the type of a header,
+        the first publication with the same address is chosen.
         """
         candidates = [
             each
@@ -87,16 +87,16 @@ class Unconfirmed(dict[int, Publication]):
 class ConfirmChannel:
     """A channel in confirm mode.
 
-    Messages are collected and written many at a time. After any exception the broker's delivery
-    tags may differ from ours: do not use the channel any more.
+    Messages are written in batches. After any exception, the broker's delivery tags may differ from
+    ours: do not use the channel again.
 
     Args:
-        connection: Where to open the channel; the connection is opened if it is not.
+        connection: The connection of the channel; opened if needed.
         on_settled: Called with each publication once it is settled, while frames are read.
 
     Attributes:
         wire: The connection's socket.
-        blocked: Why the broker takes no messages at the moment; None if it does.
+        blocked: Why the broker blocks the connection; None if it does not.
         unconfirmed: The publications that are not settled.
     """
 
@@ -104,7 +104,7 @@ class ConfirmChannel:
         self.wire = Wire(connection)
         self.blocked: str | None = None
         self.unconfirmed = Unconfirmed(on_settled)
-        #: How many publications were sent: the broker counts them as well, for their tags.
+        #: The number of publications sent, which is the last one's delivery tag.
         self._sent = 0
         self._collected: list[bytes] = []
         self._collected_bytes = 0
@@ -125,9 +125,9 @@ class ConfirmChannel:
 
     @property
     def unanswered(self) -> list[Publication]:
-        """The publications of which a byte may have been written, and no answer has come."""
+        """The unanswered publications of which a byte may have been written."""
         written = self._sent - len(self._collected)
-        # A returned one has an error already; only the ack that follows is missing.
+        # A returned publication already has an error; only its ack is missing.
         return [each for tag, each in self.unconfirmed.items() if tag <= written and not each.error]
 
     def send(self, publication: Publication, timeout: float) -> None:
@@ -135,12 +135,12 @@ class ConfirmChannel:
 
         Args:
             publication: The message.
-            timeout: Seconds that writing may take.
+            timeout: The maximum seconds for writing.
 
         Raises:
             amqp.exceptions.FrameSyntaxError: Headers and properties are too long for a frame.
-            struct.error: The exchange's name or the routing key is too long. In both cases,
-                nothing is sent.
+            struct.error: The exchange's name or the routing key is too long. Nothing is sent after
+                either error.
         """
         publication.resent += bool(publication.exchange or publication.routing_key)
         publication.exchange, publication.routing_key = publication.address()
@@ -159,21 +159,21 @@ class ConfirmChannel:
             self.flush(timeout)
 
     def flush(self, timeout: float) -> None:
-        """Write what was collected, unless the broker has blocked the connection."""
+        """Write the batch, unless the broker blocks the connection."""
         if not self._collected or self.blocked is not None:
             return
         frames, self._collected, self._collected_bytes = b"".join(self._collected), [], 0
         self.wire.write(frames, timeout)
 
     def drain(self, until: Callable[[], bool], deadline: float) -> bool:
-        """Write what was sent, and read frames until ``until()`` is true.
+        """Write the batch, and read frames until ``until()`` is true.
 
         Args:
-            until: Asked after every frame.
-            deadline: On the clock of :func:`time.monotonic`.
+            until: Called after every frame.
+            deadline: When to stop, on the clock of :func:`time.monotonic`.
 
         Returns:
-            False if time ran out.
+            False if the deadline passed.
         """
         while not until():
             remaining = deadline - time.monotonic()
@@ -187,7 +187,7 @@ class ConfirmChannel:
         return True
 
     def give_up(self) -> None:
-        """Send nothing that is not written yet, and ignore late answers about the rest."""
+        """Drop the batch, and ignore late answers about written messages."""
         self._sent -= len(self._collected)
         self._collected, self._collected_bytes = [], 0
         self.unconfirmed.clear()
@@ -198,11 +198,11 @@ class ConfirmChannel:
             self.read(NO_WAIT, sys.maxsize)
 
     def read(self, timeout: float, max_frames: int = 1) -> None:
-        """Read one frame of any channel, then further buffered ones.
+        """Read one frame of any channel, then further frames that have arrived.
 
         Args:
-            timeout: Seconds to wait for the first one.
-            max_frames: Maximum frames to read; only the first one is waited for.
+            timeout: Seconds to wait for the first frame.
+            max_frames: The maximum number of frames to read.
 
         Raises:
             TimeoutError: No frame arrived.
@@ -218,7 +218,7 @@ class ConfirmChannel:
                 self.unconfirmed.settle(*ack)
 
     def close(self, timeout: float) -> None:
-        """Close the channel, and leave the connection's callbacks as they were."""
+        """Close the channel, and restore the connection's callbacks."""
         self.wire.on_blocked = self._callers_callbacks
         if self.open:
             with self.wire.answers_within(timeout):

@@ -5,8 +5,7 @@ As a function::
     declare(connection, topology)
     bind_destination(connection, topology, "reports")
 
-As the hook that kombu calls when it has declared a queue, which declares the topology and binds the
-queue to it::
+As a hook, which declares the topology and binds a queue to it after kombu has declared the queue::
 
     Queue("reports", on_declared=on_declared(connection, topology))
 """
@@ -31,8 +30,8 @@ from celery_rabbitdelay.publishing import kombu_internals
 from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.publishing.refusals import conflict_explained
 
-#: Every 20th method waits for a reply; the others use ``nowait``. Fewer replies would do, but the
-#: broker takes some 15 ms to declare a quorum queue, and each reply has to arrive within the
+#: Every 20th method waits for a reply; the others use ``nowait``. The interval is short because the
+#: broker takes some 15 ms to declare a quorum queue, and every reply has to arrive within the
 #: caller's timeout.
 METHODS_PER_ANSWER: Final = 20
 
@@ -41,11 +40,11 @@ def declare(connection: Connection, topology: Topology) -> None:
     """Declare every exchange, queue and binding of a topology; existing ones are left alone.
 
     The first declaration of the clock takes two to three seconds, a repeated one a tenth of that.
-    :func:`declare_if_missing` declares only if the marker is missing. What is known to be declared
-    on the connection is forgotten: somebody may have deleted it.
+    :func:`declare_if_missing` declares only if the marker is missing. This function also clears the
+    connection's cache of declared entities, which may have been deleted since.
 
     Args:
-        connection: Any kombu connection to RabbitMQ; a channel of its own is opened and closed.
+        connection: Any kombu connection to RabbitMQ; a new channel is opened and closed.
         topology: The topology to declare.
 
     Raises:
@@ -59,13 +58,13 @@ def declare(connection: Connection, topology: Topology) -> None:
             *(exchange(channel).declare for exchange in topology.exchanges),
             *(queue(channel).queue_declare for queue in (*topology.queues, topology.probe)),
             *(_bind_method(channel, each) for each in (*topology.bindings, topology.probe_binding)),
-            # Last: the marker exists only if everything before it was declared.
+            # The marker is last, so it exists only if everything else was declared.
             topology.identity.marker(channel).declare,
         )
 
 
 def declare_if_missing(connection: Connection, topology: Topology) -> None:
-    """Declare a topology unless its marker exists; checked once for each connection.
+    """Declare a topology unless its marker exists; checked once per connection.
 
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
@@ -85,22 +84,22 @@ def check_complete(
     *,
     by_marker: bool = False,
 ) -> None:
-    """Check a topology that operators have declared; a connection is checked only once.
+    """Check that a topology is complete; checked once per connection.
 
-    Guard and marker are declared by this package alone, so they may be missing. AMQP has no method
-    that says whether the destination is bound. What the user may not ask for counts as existing;
-    see :mod:`~celery_rabbitdelay.publishing.refusals`.
+    Operators may declare a topology without guard and marker, so these may be missing. Bindings
+    cannot be checked: AMQP has no method for it. An entity that the user has no permission to check
+    counts as existing; see :mod:`~celery_rabbitdelay.publishing.refusals`.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
         topology: The topology.
-        destination: The queue that a message is for; it has to exist as well.
-        by_marker: Whether to look at the marker first, and no further if it exists, or may not be
-            looked at. A producer needs no more: if a queue of the levels is missing, the alternate
-            exchange puts the message into ``undeliverable``. If the exchange of the message's first
-            digit is missing, publishing fails. If a later one is, the message is confirmed, and the
-            quorum queue before it keeps it until the exchange is back, but a classic queue drops
-            it; so for classic queues the exchanges are looked at as well.
+        destination: The message's queue, which has to exist too.
+        by_marker: Whether the check ends at the marker, if that exists or may not be checked. This
+            is enough for a producer. If a queue of the levels is missing, the alternate exchange
+            puts the message into ``undeliverable``. If the exchange of the message's first digit is
+            missing, publishing fails. If the exchange of a later digit is missing, the message is
+            confirmed; a quorum queue keeps it until the exchange exists again, but a classic queue
+            drops it. So with classic queues, the exchanges are checked too.
 
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.
@@ -117,7 +116,7 @@ def check_complete(
 
 
 def _absent(connection: Connection, topology: Topology, by_marker: bool) -> tuple[str, ...]:
-    """Return the names of what is missing, as far as the user may ask; see above."""
+    """Return the names of missing entities that the user may check, as :func:`check_complete`."""
     ours = (topology.identity.guard.name, topology.identity.marker.name)
     with opened_channel(connection) as channel:
         if by_marker and exists_or_hidden(channel, topology.identity.marker.name):
@@ -143,12 +142,12 @@ def exists_or_hidden(channel: Channel, exchange: str) -> bool:
         return all(kombu_internals.find_exchanges(channel, [exchange]))
     except AccessRefused as refused:
         if refused.method_sig != spec.Exchange.Declare:
-            raise  # it closes another channel of the connection
-        return True  # py-amqp has opened the channel again
+            raise  # for another channel of the connection
+        return True  # py-amqp has reopened the channel
 
 
 def is_declared(connection: Connection, topology: Topology) -> bool:
-    """Return whether a process has declared the whole of this topology on the broker."""
+    """Return whether this package has declared the whole topology on the broker."""
     with opened_channel(connection) as channel:
         return all(kombu_internals.find_exchanges(channel, [topology.identity.marker.name]))
 
@@ -156,9 +155,9 @@ def is_declared(connection: Connection, topology: Topology) -> bool:
 def is_complete(connection: Connection, topology: Topology) -> bool:
     """Return whether every exchange and queue of a topology exists, marker and guard included.
 
-    :func:`missing` asks each queue's leader for its counts, and some leaders may be away after the
-    crash of a node. Here the broker only looks whether the queue exists, except for one in
-    :data:`METHODS_PER_ANSWER`. AMQP has no method that says whether a binding exists.
+    :func:`missing` gets counts from every queue's leader, and some leaders may be away after the
+    crash of a node. With ``nowait``, the broker only checks that the queue exists, so only one
+    queue in :data:`METHODS_PER_ANSWER` needs its leader. AMQP has no method to check bindings.
     """
     with opened_channel(connection) as channel:
         try:
@@ -168,7 +167,7 @@ def is_complete(connection: Connection, topology: Topology) -> bool:
             )
         except NotFound as absent:
             if absent.method_sig not in (spec.Exchange.Declare, spec.Queue.Declare):
-                raise  # it closes another channel of the connection
+                raise  # for another channel of the connection
             return False
     return True
 
@@ -176,7 +175,7 @@ def is_complete(connection: Connection, topology: Topology) -> bool:
 def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
     """Return the names of the topology's exchanges and queues that are not on the broker.
 
-    AMQP has no method that says whether a binding exists.
+    Bindings are not checked: AMQP has no method for it.
     """
     exchanges = [exchange.name for exchange in topology.all_exchanges]
     queues = [queue.name for queue in topology.queues]
@@ -189,10 +188,10 @@ def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
 
 
 def check_layout(connection: Connection, topology: Topology) -> None:
-    """Check that no other layout is declared under the prefix; nothing is changed.
+    """Check that no other layout is declared under the prefix, without declaring anything.
 
-    AMQP cannot read an exchange's arguments. But declaring the guard again, where it exists,
-    compares them.
+    AMQP cannot read an exchange's arguments, but the broker compares them when an existing guard is
+    declared again.
 
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
@@ -208,14 +207,14 @@ def delete(
     *,
     force: bool = False,
 ) -> None:
-    """Delete a topology from the broker; missing exchanges and queues are passed over.
+    """Delete a topology from the broker; missing exchanges and queues are ignored.
 
     Stop the producers first: messages published between the check for waiting messages and the end
-    of the deletion are lost. The check counts the messages that are ready. What a consumer has
-    received and not acknowledged is in no count, so no queue may have a consumer; RabbitMQ cannot
-    check it itself, because quorum queues do not support ``if-unused``. A message that cannot go
-    on at the moment, because the queue behind it is full or its leader away, is held by the
-    broker's dead-letter worker and in no count that AMQP can ask for; it is deleted too.
+    of the deletion are lost. The check counts messages that are ready. No count has the messages
+    that a consumer has not acknowledged, so no queue may have a consumer; RabbitMQ cannot check
+    this itself, because quorum queues do not support ``if-unused``. Nor does AMQP count the
+    messages of the broker's dead-letter workers, which hold a message while the next queue is full
+    or its leader is away; these messages are deleted too.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
@@ -230,7 +229,7 @@ def delete(
         refuse_to_lose(topology, queue_counts(connection, topology.queues))
     with opened_channel(connection) as channel:
         _pipeline(
-            # First, so that no other process takes the rest for complete.
+            # The marker is first, so that no other process regards the rest as complete.
             topology.identity.marker(channel).delete,
             *(queue(channel).delete for queue in (*topology.queues, topology.probe)),
             *(exchange(channel).delete for exchange in reversed(topology.exchanges)),
@@ -240,11 +239,11 @@ def delete(
 
 
 def refuse_to_lose(topology: Topology, counts: Mapping[str, Counts | None]) -> None:
-    """Check that no message would be lost with a topology.
+    """Refuse to delete a topology if messages would be lost.
 
     Args:
-        topology: The topology that is to be deleted.
-        counts: What :func:`queue_counts` says of its queues.
+        topology: The topology.
+        counts: The counts of its queues, from :func:`queue_counts`.
 
     Raises:
         TopologyNotEmpty: Messages still wait.
@@ -270,12 +269,11 @@ class Backlog(NamedTuple):
     """The messages that wait in a topology.
 
     Attributes:
-        levels: The messages in each level's queues, by the level's name without prefix. A message
-            that is just passing from one level to the next is not counted.
-        digits: The messages of each digit, by the level's name and the digit; those of all shards
-            together, and 0 for a queue that does not exist.
-        others: The messages and consumers of the queues of ``check-in``, ``meditation``,
-            ``distribution`` and ``undeliverable``.
+        levels: The messages per level, by the level's name without prefix. A message on its way
+            from one level to the next is not counted.
+        digits: The messages per digit of all shards, by the level's name and the digit; 0 for a
+            queue that does not exist.
+        others: The messages and consumers of the module queues, as in :func:`module_queues`.
         missing: The names of queues that do not exist.
     """
 
@@ -286,7 +284,7 @@ class Backlog(NamedTuple):
 
 
 def backlog_of(connection: Connection, topology: Topology) -> Backlog:
-    """Ask the broker for the counts of every queue of a topology, in a few round trips.
+    """Return the counts of all queues of a topology, in a few round trips.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
@@ -320,7 +318,7 @@ def module_queues(topology: Topology) -> dict[str, Queue]:
 
 
 def _by_digit(topology: Topology, messages: list[int]) -> dict[int, int]:
-    """Add up the messages of a level's queues, which are in the order of shards and digits."""
+    """Add up the shards' messages for each digit; the queues are in the order of shards."""
     first = 0 if topology.layout.zeros == "queue" else 1
     each = len(messages) // topology.shards
     return {first + place: sum(messages[place::each]) for place in range(each)}
@@ -343,18 +341,18 @@ def bind_destination(connection: Connection, topology: Topology, queue_name: str
 
 
 def declare_destination(connection: Connection, topology: Topology, queue: Queue) -> None:
-    """Declare a topology and a queue and bind the queue; done only once on a connection.
+    """Declare a topology and a queue, and bind the queue; done once per connection.
 
     An exclusive queue is not declared, because it would then belong to this connection. It is
-    bound if it belongs to this connection already; otherwise its consumer has to bind it.
+    bound if it already belongs to this connection; otherwise its consumer has to bind it.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
-        topology: The topology; declared unless its marker is there.
+        topology: The topology; declared unless its marker exists.
         queue: The queue with its exchange and arguments. A queue with ``no_declare`` is only bound.
 
     Raises:
-        amqp.exceptions.NotFound: The queue is exclusive, and nobody has declared it.
+        amqp.exceptions.NotFound: The queue is exclusive and not declared.
     """
     key = _key(topology, queue)
     if key in kombu_internals.declared_entities(connection):
@@ -363,7 +361,7 @@ def declare_destination(connection: Connection, topology: Topology, queue: Queue
     with opened_channel(connection) as channel:
         if not queue.exclusive:
             queue(channel).declare()
-        with suppress(ResourceLocked):  # it is exclusive, and belongs to another connection
+        with suppress(ResourceLocked):  # the exclusive queue of another connection
             _bind_destination(channel, topology, queue.name)
     kombu_internals.declared_entities(connection).add(key)
 
@@ -371,13 +369,13 @@ def declare_destination(connection: Connection, topology: Topology, queue: Queue
 def on_declared(connection: Connection, topology: Topology) -> Callable[[str, int, int], None]:
     """Return a kombu ``on_declared`` hook that declares the topology and binds the queue to it.
 
-    Not for exclusive queues, which no other connection can bind: call :func:`bind_destination` with
-    the connection that declared the queue.
+    Only the connection that declared an exclusive queue can bind it: for such a queue, call
+    :func:`bind_destination` with that connection instead.
 
     Args:
-        connection: The broker. Each call opens a new connection with the same parameters, so that
-            the hook may run in any thread while the connection is used elsewhere.
-        topology: The topology; declared unless its marker is there.
+        connection: A connection to the broker. Every call opens a new connection with the same
+            parameters, so the hook may run in any thread while this one is in use.
+        topology: The topology; declared unless its marker exists.
     """
 
     def declare_and_bind(queue_name: str, message_count: int, consumer_count: int) -> None:
@@ -389,7 +387,7 @@ def on_declared(connection: Connection, topology: Topology) -> Callable[[str, in
 
 
 def forget(connection: Connection) -> None:
-    """Forget what is known to be declared on the broker, so that the next call asks again."""
+    """Clear the connection's cache of declared entities, so that the next call checks again."""
     kombu_internals.declared_entities(connection).clear()
 
 
@@ -405,9 +403,9 @@ def _key(topology: Topology, *queues: Queue) -> tuple[str, ...]:
 
 @contextmanager
 def opened_channel(connection: Connection) -> Iterator[Channel]:
-    """Open a channel for a block, and the connection if needed; the channel is closed at its end.
+    """Open a channel for a block, and the connection if needed.
 
-    A channel of its own, because the broker closes the channel on which it refuses a method. If the
+    The channel is new, because the broker closes the channel on which it refuses a method. If the
     block is interrupted, the connection is dropped.
     """
     with kombu_internals.conversation(connection):
@@ -418,12 +416,12 @@ def opened_channel(connection: Connection) -> Iterator[Channel]:
 
 
 def _pipeline(*methods: Callable[..., object]) -> None:
-    """Call methods of one channel with few answers: the broker answers every 20th, and the last.
+    """Call methods of one channel; the broker answers every 20th, and the last.
 
-    The broker executes the methods of a channel in their order. When it refuses one, it closes the
-    channel and ignores those behind it, so the error is that of the refused method, although it is
-    raised at the next answer. Neither side can block the other: a method with ``nowait`` has no
-    answer, so the broker's socket never fills up while this side is still writing.
+    The broker executes the methods of a channel in order. When it refuses one, it closes the
+    channel and ignores the following methods, so the error raised at the next answer is that of the
+    refused method. Neither side can block the other: a method with ``nowait`` has no answer, so the
+    broker's socket never fills up while this side is writing.
     """
     for number, method in enumerate(methods, start=1):
         waits = number % METHODS_PER_ANSWER == 0 or number == len(methods)
@@ -444,4 +442,4 @@ def _queue_exists(connection: Connection, queue: Queue) -> bool:
     try:
         return queue_counts(connection, [queue])[queue.name] is not None
     except (ResourceLocked, AccessRefused):
-        return True  # it is an exclusive queue of another connection, or it may exist
+        return True  # the exclusive queue of another connection; or the user may not check it

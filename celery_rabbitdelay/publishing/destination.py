@@ -1,4 +1,4 @@
-"""Find the queue that a message would reach without a delay."""
+"""The queue that a message would reach without a delay."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
 
 class Destination(NamedTuple):
-    """Where a message goes when it is due.
+    """The destination of a due message.
 
     Attributes:
-        queue: The one queue that gets it; None if only the exchange knows the queues.
-        exchange: The exchange that it would have been published to without a delay.
-        routing_key: The routing key that it would have been published with.
+        queue: The queue that gets the message; None if the exchange chooses the queues.
+        exchange: The exchange that the message would have been published to without a delay.
+        routing_key: The routing key that the message would have been published with.
     """
 
     queue: Queue | None
@@ -38,19 +38,19 @@ def resolve(
 ) -> Destination:
     """Return the destination, with its queue if exactly one known queue matches.
 
-    Otherwise ``queue`` is None. Fanout and headers exchanges may have unknown queues, so there only
-    a retry's original queue is used.
+    Otherwise ``queue`` is None. Fanout and headers exchanges may have unknown queues, so for these
+    only a retry's original queue is used.
 
     Args:
         exchange: The exchange's name; empty for the default exchange, whose routing key is the
             name of the queue.
         routing_key: The routing key.
-        candidates: The queues that the application knows, the preferred ones first.
-        consumed: For a retry, the names of the queues that this process consumes from: if several
-            queues match, and one of these, the retry goes back to it.
+        candidates: The queues that the application knows, preferred ones first.
+        consumed: For a retry, the names of the queues that this process consumes from. If several
+            queues match, but only one of these, the retry goes back to that queue.
         came_from: The name of the queue that a retried message came from, if known.
     """
-    # Each worker declares its own queue of a broadcast.
+    # Every worker declares its own queue of a broadcast.
     candidates = [each for each in candidates if not isinstance(each, Broadcast)]
     if not exchange:
         named = (each for each in candidates if each.name == routing_key)
@@ -78,18 +78,18 @@ def resolve(
 def may_refuse(
     queue: Queue, patterns: Iterable[str] = (), connection: Connection | None = None
 ) -> bool:
-    """Return whether a queue may refuse a message: it is declared so, or its name matches.
+    """Return whether a queue may refuse a message, by its arguments or its name.
 
-    A classic queue of a cluster does so while its node is away. AMQP does not say how many nodes
-    there are: a broker is known to be a cluster if its URL lists several hosts.
+    A classic queue of a cluster refuses messages while its node is away. AMQP does not tell the
+    number of nodes: a broker counts as a cluster if the connection's URL lists several hosts.
 
-    What a queue refuses when it comes straight from the levels keeps one of the 32 places of a
-    level's dead-letter worker, and RabbitMQ tries it again only after minutes
+    A message that is refused when it comes straight from the levels occupies one of the 32 places
+    of a level's dead-letter worker, and RabbitMQ retries it only after minutes
     (https://www.rabbitmq.com/docs/quorum-queues#dead-lettering).
 
     Args:
         queue: The queue, with its arguments.
-        patterns: Glob patterns: ``*`` matches any characters, ``?`` one.
+        patterns: Glob patterns of names: ``*`` matches any characters, ``?`` one.
         connection: A connection to the broker; it is not opened.
     """
     arguments = declared_arguments(queue)
@@ -104,7 +104,7 @@ def may_refuse(
 
 
 def bindings_of(queue: Queue) -> Iterator[tuple[Exchange, str]]:
-    """Yield the exchanges that a queue is bound to, each with the routing key."""
+    """Yield the exchanges that a queue is bound to, with their routing keys."""
     if queue.exchange:
         yield queue.exchange, queue.routing_key
     for binding in queue.bindings:
@@ -124,9 +124,9 @@ def _matches(exchange: Exchange, pattern: str, routing_key: str) -> bool:
 
 
 def topic_matches(pattern: Sequence[str], words: Sequence[str]) -> bool:
-    """Return whether a topic exchange sends a key to a binding, both as their words.
+    """Return whether the words of a topic pattern match the words of a routing key.
 
-    ``*`` stands for one word, ``#`` for any number of them
+    ``*`` stands for one word, ``#`` for any number of words
     (https://www.rabbitmq.com/tutorials/tutorial-five-python).
     """
     if not pattern:

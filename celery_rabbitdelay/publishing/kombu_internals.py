@@ -1,6 +1,6 @@
-"""The private and undocumented parts of kombu and py-amqp, each behind a function with its use.
+"""Functions around private and undocumented parts of kombu and py-amqp.
 
-When kombu moves one of them, tests/kernel/unit/test_upstream.py says which.
+If kombu changes such a part, tests/kernel/unit/test_upstream.py names it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kombu.utils import json
 from celery_rabbitdelay.exceptions import RabbitDelayError
 
 if TYPE_CHECKING:
-    # kombu's is a subclass, of which a user's type checker knows nothing.
+    # A user's type checker does not know that kombu's class is a subclass of this one.
     from functools import cached_property as cached_property
 else:
     from kombu.utils.objects import cached_property as cached_property
@@ -33,12 +33,12 @@ else:
 #: The options of :func:`serialized`.
 SERIALIZING: Final = ("serializer", "content_type", "content_encoding", "compression")
 
-#: Bytes that the decoder of brotli is given at a time.
+#: The bytes that the brotli decoder gets at a time.
 _GIVEN_TO_BROTLI: Final = 8
 
-#: How many passive declarations are sent before their answers are read. An answer has some 50
-#: bytes, so those of one batch fit into the socket's buffers, and the broker never has to stop
-#: writing while this side is writing too.
+#: The number of passive declarations that are sent before their answers are read. An answer has
+#: some 50 bytes, so the answers of a batch fit into the socket's buffers, and the broker never has
+#: to stop writing while this side is writing too.
 PASSIVE_BATCH: Final = 200
 
 
@@ -46,8 +46,8 @@ class Counts(NamedTuple):
     """The counts that RabbitMQ reports for a queue.
 
     Attributes:
-        messages: How many messages are ready.
-        consumers: How many consumers it has.
+        messages: The number of messages that are ready.
+        consumers: The number of consumers.
     """
 
     messages: int
@@ -55,14 +55,14 @@ class Counts(NamedTuple):
 
 
 def find_queues(channel: Channel, names: Sequence[str]) -> list[Counts | None]:
-    """Return the counts of queues, in their order; None for one that does not exist.
+    """Return the counts of queues, in their order; None for a queue that does not exist.
 
     Args:
-        channel: A channel that nobody else uses.
+        channel: A channel without other users.
         names: The names of the queues.
 
     Raises:
-        amqp.exceptions.ChannelError: The broker refuses to say it; the message names the queue.
+        amqp.exceptions.ChannelError: The broker refuses the check; the error names the queue.
     """
     found = _ask_in_batches(channel, names, spec.Queue, "BsbbbbbF")
     return [None if answer is None else Counts(*answer[1:]) for answer in found]
@@ -72,11 +72,11 @@ def find_exchanges(channel: Channel, names: Sequence[str]) -> list[bool]:
     """Return whether exchanges exist, in their order.
 
     Args:
-        channel: A channel that nobody else uses.
+        channel: A channel without other users.
         names: The names of the exchanges.
 
     Raises:
-        amqp.exceptions.ChannelError: The broker refuses to say it; the message names the exchange.
+        amqp.exceptions.ChannelError: The broker refuses the check; the error names the exchange.
     """
     # The broker does not compare the type.
     found = _ask_in_batches(channel, names, spec.Exchange, "BssbbbbbF", "topic")
@@ -92,9 +92,9 @@ def _ask_in_batches(
 ) -> list[tuple[Any, ...] | None]:
     """Declare passively; return the arguments of each answer, None for NOT_FOUND.
 
-    For a missing object the broker closes the channel and ignores the questions behind it. py-amqp
-    has opened the channel again when it raises the error, so they are asked again: one first and
-    then ever more, because others are probably missing as well.
+    For a missing object, the broker closes the channel and ignores the declarations behind it.
+    py-amqp reopens the channel before it raises the error, and the ignored declarations are sent
+    again: first one, then ever larger batches, because further objects are probably missing.
     """
     answers: list[tuple[object, ...] | None] = []
     size = PASSIVE_BATCH
@@ -105,11 +105,11 @@ def _ask_in_batches(
             channel.send_method(methods.Declare, layout, (0, name, *types, *flags, None))
         try:
             for _ in batch:
-                # py-amqp handles one method at a time, so no answer is lost between two waits.
+                # py-amqp handles one method per wait, so no answer is lost between two waits.
                 answers.append(channel.wait(methods.DeclareOk, returns_tuple=True))
         except NotFound as missing:
             if missing.method_sig != methods.Declare:
-                raise  # it closes another channel of the connection
+                raise  # for another channel of the connection
             answers.append(None)
             size = 1
         else:
@@ -127,10 +127,10 @@ def serialized(
 
     Args:
         producer: The producer, whose serializer is the default.
-        body: What to send.
+        body: The body.
         headers: The message's headers; compression adds one.
-        **how: The names of kombu's serializer and compression; the content type and the content
-            encoding of a body that is serialized already. See :data:`SERIALIZING`.
+        **how: Options of kombu: serializer and compression, or the content type and the content
+            encoding of a serialized body. See :data:`SERIALIZING`.
 
     Returns:
         The body, its content type and its content encoding.
@@ -143,28 +143,27 @@ def serialized(
 
 
 def decompressed_size(body: bytes, name: str, most: int) -> int:
-    """Return to how many bytes kombu decompresses a body, counted no further than ``most + 1``.
+    """Return the decompressed size of a body, counted no further than ``most + 1``.
 
-    0 if the application has registered the compression itself. Anybody may have written the body:
-    raises errors of many kinds if nobody has registered the compression, or if the body cannot be
-    decompressed.
+    0 for a compression that the application has registered itself. The body is not trusted: raises
+    errors of many kinds if the compression is unknown, or if the body cannot be decompressed.
 
     Args:
         body: The body.
-        name: What the header ``compression`` says.
-        most: The bytes that may be held.
+        name: The value of the header ``compression``.
+        most: The maximum bytes to hold in memory.
     """
     decoder = compressions.get_decoder(name)
     if decoder is zlib.decompress:
         return len(zlib.decompressobj().decompress(body, most + 1))
     for each in ("bz2", "lzma", "zstd", "brotli"):
         module: Any = getattr(compressions, each, None)
-        # Before 5.7, kombu has a function of its own for zstd.
+        # Before 5.7, kombu has its own function for zstd.
         kombus = getattr(compressions, f"{each}_decompress", getattr(module, "decompress", None))
         if decoder is kombus and each != "brotli":
             return len(module.open(BytesIO(body)).read(most + 1))
         if decoder is kombus:
-            # It does not bound what it returns: each three bytes may become 16 MiB.
+            # The decoder does not limit its output: three bytes may become 16 MiB.
             stream, size = module.Decompressor(), 0
             for begin in range(0, len(body), _GIVEN_TO_BROTLI):
                 size += len(stream.process(body[begin : begin + _GIVEN_TO_BROTLI]))
@@ -175,30 +174,30 @@ def decompressed_size(body: bytes, name: str, most: int) -> int:
 
 
 def is_kombus_json(serializer: str | None) -> bool:
-    """Return whether a serializer is kombu's own JSON, and not another under that name."""
+    """Return whether a serializer is kombu's own JSON, not a replacement of the same name."""
     codec = registry._encoders.get(serializer)
     return codec is not None and codec.encoder is json.dumps
 
 
 def may_be_decoded(content_type: object) -> bool:
-    """Return whether kombu knows a serializer whose bodies have a content type."""
+    """Return whether kombu has a serializer for a content type."""
     return content_type in registry.type_to_name
 
 
 def declared_entities(connection: Connection) -> set[object]:
-    """Return the set of what was declared on a connection; kombu empties it on a new one."""
+    """Return the set of entities declared on a connection; kombu clears it when it reconnects."""
     declared: set[object] = connection.declared_entities  # type: ignore[assignment]
     return declared
 
 
 def declared_arguments(queue: Queue) -> dict[str, object]:
-    """Return the arguments that a queue is declared with: its own, and those of its attributes."""
+    """Return the arguments of a queue's declaration: its own, and those from its attributes."""
     names = ("expires", "message_ttl", "max_length", "max_length_bytes", "max_priority")
     attributes = {name: getattr(queue, name) for name in names}
     return dict(to_rabbitmq_queue_arguments(queue.queue_arguments or {}, **attributes))
 
 
-#: Seconds that opening a connection may take, within a limit, if it sets none of its own.
+#: The maximum seconds for opening a connection that has no ``connect_timeout``.
 CONNECT_TIMEOUT: Final = 5.0
 
 
@@ -207,16 +206,15 @@ def connect(connection: Connection, deadline: float | None = None) -> None:
 
     Args:
         connection: The connection.
-        deadline: When to give up, on the clock of :func:`time.monotonic`. Each wait ends before
-            that, so a broker that does not answer leaves time for the others of the list. None:
-            each may take its own time.
+        deadline: When to give up, on the clock of :func:`time.monotonic`. The remaining time is
+            divided among the remaining brokers of the list. None: no deadline.
     """
     if connection.connected:
         return
     own_timeout = connection.connect_timeout
     try:
         for hosts_left in range(max(len(connection.alt), 1), 0, -1):
-            if deadline is not None:  # to switch to the next host resets kombu's timeout
+            if deadline is not None:  # a switch to the next host resets kombu's timeout
                 share = max(deadline - time.monotonic(), 0.001) / hosts_left
                 connection.connect_timeout = min(own_timeout or CONNECT_TIMEOUT, share)
             try:
@@ -232,11 +230,10 @@ def connect(connection: Connection, deadline: float | None = None) -> None:
 
 
 def open_connection(connection: Connection) -> None:
-    """Connect to the current one of a connection's brokers, in one attempt.
+    """Connect to the current broker of a connection in one attempt; clear the socket's timeout.
 
-    Its answers are then waited for as long as they take, as is the rule. Over TLS, py-amqp leaves
-    the limit for connecting on the socket: each answer of a busy broker would have to arrive within
-    these seconds.
+    Over TLS, py-amqp leaves the timeout for connecting on the socket: every later answer of a busy
+    broker would have to arrive within it.
 
     Args:
         connection: The connection, which is not open.
@@ -250,10 +247,10 @@ def open_connection(connection: Connection) -> None:
 
     transport.Connection = opening
     try:
-        # Left to itself, kombu waits two seconds and tries again.
+        # By default, kombu waits two seconds and retries.
         connection.ensure_connection(max_retries=0, reraise_as_library_errors=False)
     except BaseException:
-        for each in opened:  # kombu does not know it yet
+        for each in opened:  # kombu does not close it
             _close_socket(each)
         raise
     finally:
@@ -262,9 +259,9 @@ def open_connection(connection: Connection) -> None:
 
 
 def drop_connection(connection: Connection) -> None:
-    """Close a connection's socket without AMQP's handshake, or that of TLS.
+    """Close a connection's socket without the closing handshakes of AMQP and TLS.
 
-    The object can be opened again.
+    The connection can be opened again.
     """
     private: Any = connection
     _close_socket(private._connection)
@@ -280,8 +277,8 @@ def _close_socket(connection: object) -> None:
         dropped.close()
 
 
-#: Errors that leave a connection usable: the broker's answers, after which py-amqp has opened the
-#: channel again, and errors of this package, which are raised once a broken connection is dropped.
+#: Errors that leave a connection usable: the broker's refusals, after which py-amqp reopens the
+#: channel, and errors of this package, which are raised after a broken connection was dropped.
 ANSWERS: Final = (ChannelError, RabbitDelayError)
 
 
@@ -289,10 +286,10 @@ ANSWERS: Final = (ChannelError, RabbitDelayError)
 def conversation(
     connection: Connection, close: Callable[[], object] | None = None
 ) -> Iterator[None]:
-    """Drop a connection at once if a block that asks on it is ended by anything but an answer.
+    """Drop a connection at once if a block that uses it is interrupted.
 
-    A soft time limit, a signal or the end of a greenlet may strike between a question and its
-    answer. The next question would get that answer, and closing in order would wait for it.
+    A soft time limit, a signal or the end of a greenlet may strike between a request and its
+    answer. The next request would get that answer, and a regular close would wait for it.
 
     Args:
         connection: The connection.

@@ -33,9 +33,9 @@ class Delayed(NamedTuple):
 
     Attributes:
         message: The message.
-        destination: The name of the queue that gets it when it is due, or :data:`.DISTRIBUTION`.
+        destination: The name of the queue that gets the due message, or :data:`.DISTRIBUTION`.
         task_id: Selects the shard.
-        queue: The queue that it is for; None if the exchange routes it.
+        queue: The destination queue; None if the exchange routes the message.
     """
 
     message: WaitingMessage
@@ -56,22 +56,22 @@ class DelayedProducer(Producer):
     Args:
         publisher: Publishes the messages; :meth:`publish`, without a delay, uses its connection.
         topology: The levels.
-        timeout: Seconds until a missing confirm becomes an error, with connecting, declaring and
-            resending.
+        timeout: Seconds until an unconfirmed message is an error, including connecting, declaring
+            and resends.
         may_declare: Whether a missing topology is declared; otherwise it is an error.
         modules: The names of the modules that workers serve; see ``rabbitdelay_modules``. A kombu
             program has none of its own.
-        may_refuse: The names of queues that may refuse a message, with ``*`` and ``?``: their
-            messages go through distribution, if it is served, as do those for queues with a bound
-            and ``reject-publish``, and for classic queues if the connection lists several hosts.
-        max_message_bytes: The largest body, in bytes, of a message that has to pass through a
-            module, and of one that is compressed, before it is; None: any. Workers refuse a larger
-            one; see ``rabbitdelay_max_message_bytes``.
-        serializer: The name of kombu's serializer, where the caller gives none.
-        signing_keys: What signs each message; None: messages are not signed.
+        may_refuse: Patterns for names of queues that may refuse a message, with ``*`` and ``?``. If
+            distribution is served, it publishes the messages for these queues, for bounded queues
+            with ``reject-publish``, and, if the connection lists several hosts, for classic queues.
+        max_message_bytes: The largest body, in bytes and before compression, of a message that is
+            compressed or passes through a module; None: no limit. Workers refuse a larger message;
+            see ``rabbitdelay_max_message_bytes``.
+        serializer: The name of kombu's default serializer.
+        signing_keys: The keys that sign every message; None: messages are not signed.
 
     Attributes:
-        added_headers: Further headers of each message: those of :data:`.REGISTRY`, and others.
+        added_headers: Further headers of every message: those of :data:`.REGISTRY`, and others.
     """
 
     def __init__(
@@ -111,31 +111,30 @@ class DelayedProducer(Producer):
     ) -> None:
         """Publish a message that reaches ``destination`` when it is due, never before.
 
-        The destination's queue is declared and bound first, so that no consumer needs to have run.
-        An exclusive queue has to be declared and bound by its consumer.
+        The destination's queue is declared and bound first, so no consumer needs to have run. The
+        consumer of an exclusive queue has to declare and bind it.
 
         Args:
-            body: What to send, as for :meth:`kombu.Producer.publish`.
+            body: The body, as for :meth:`kombu.Producer.publish`.
             destination: The queue, and the exchange and routing key that its consumer will see.
             due: A delay in seconds or as a timedelta, rounded up to ticks; or a :class:`Due`.
             declare: Other exchanges and queues to declare first.
             resends: Maximum resends after a nack or a lost connection. None: no limit but the
                 timeout.
-            backoff: Seconds before the first resend, step and maximum; up to a quarter of each is
-                left out at random.
+            backoff: Seconds before the first resend, step and maximum; a random part of each pause,
+                up to a quarter, is left out.
             **options: ``headers`` (broker headers, ``rabbitdelay-*``, ``CC`` and ``BCC`` are
                 removed); kombu's ``serializer`` and ``compression``; ``content_type`` and
-                ``content_encoding`` of a body that is serialized already; AMQP's message
-                properties. ``expiration`` is dropped: RabbitMQ would apply it to the wait in each
-                level.
+                ``content_encoding`` of a serialized body; AMQP's message properties.
+                ``expiration`` is dropped: RabbitMQ would apply it to the wait in each level.
 
         Raises:
             DelayTooLong: The delay is above the layout's capacity, and ``modules`` lacks check-in.
-            InvalidDelay: It is above 100 years.
-            MessageTooLarge: It is compressed or has to pass through a module, and is larger than
-                workers take.
-            NeedsDistribution: Not exactly one known queue gets the message, or its priority is
-                above 4 and the queues are quorum queues; and ``modules`` lacks distribution.
+            InvalidDelay: The delay is above 100 years.
+            MessageTooLarge: The message is compressed or passes through a module, and is larger
+                than workers accept.
+            NeedsDistribution: ``modules`` lacks distribution, and more or less than one known queue
+                gets the message, or its priority is above 4 and the levels are quorum queues.
             PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
             TopologyIncomplete: The topology is missing, and must not be declared.
         """
@@ -156,7 +155,7 @@ class DelayedProducer(Producer):
         Args:
             delayed: The message.
             due: When it is due.
-            policy: How long, and how often, it is tried.
+            policy: The timeout and the resends.
             declare: As for :meth:`publish_delayed`.
 
         Raises:
@@ -167,7 +166,7 @@ class DelayedProducer(Producer):
         self.publisher.publish(publication, policy, **self.declarations(delayed.queue, declare))
 
     def address(self, delayed: Delayed, due: Due) -> tuple[str, str]:
-        """Return the exchange and the routing key to publish a message with, now."""
+        """Return the exchange and the routing key of a message that is published now."""
         route = self.topology.route(due, delayed.destination, delayed.task_id)
         return route.exchange, route.routing_key
 
@@ -177,11 +176,11 @@ class DelayedProducer(Producer):
         """Return the arguments ``declare`` and ``redeclare`` of :meth:`Publisher.publish`.
 
         Args:
-            queue: The queue that the messages are for; None if the exchange routes them.
+            queue: The messages' queue; None if the exchange routes them.
             declare: Other exchanges and queues that the messages need.
         """
         further = [entity for entity in declare if entity is not queue]
-        # Somebody may have deleted an exchange of the topology, but not its marker.
+        # An exchange of the topology may have been deleted, but not its marker.
         redeclare = partial(self._redeclare, queue=queue, further=further)
         return {
             "declare": partial(self._declare, queue=queue, further=further),
@@ -197,14 +196,14 @@ class DelayedProducer(Producer):
         headers: Mapping[str, object] | None = None,
         **properties: object,
     ) -> Delayed:
-        """Return the message that :meth:`publish_delayed` publishes, which takes the same.
+        """Return the message that :meth:`publish_delayed` publishes, from the same arguments.
 
         Raises:
             DelayTooLong: The delay is above the layout's capacity, and ``modules`` lacks check-in.
-            InvalidDelay: It is above 100 years.
-            MessageTooLarge: It is compressed or has to pass through a module, and is larger than
-                workers take.
-            NeedsDistribution: It needs distribution, which ``modules`` lacks.
+            InvalidDelay: The delay is above 100 years.
+            MessageTooLarge: The message is compressed or passes through a module, and is larger
+                than workers accept.
+            NeedsDistribution: The message needs distribution, which ``modules`` lacks.
         """
         properties.pop("expiration", None)
         properties.setdefault("priority", 0)  # kombu's default
@@ -218,24 +217,24 @@ class DelayedProducer(Producer):
             properties["reply_to"] = reply_to.name
         registry = header_names.REGISTRY & self.added_headers.keys()
         others = {name: self.added_headers[name] for name in self.added_headers.keys() - registry}
-        said = header_names.DelayHeaders(
+        delay_headers = header_names.DelayHeaders(
             due.at_ms,
             destination.exchange,
             destination.routing_key,
             registry={name: self.added_headers[name] for name in registry},
             others={**own_headers, **others},
         )
-        message = WaitingMessage(body, properties, said)
+        message = WaitingMessage(body, properties, delay_headers)
         return self.routed(message, destination.queue, due)
 
     def routed(self, message: WaitingMessage, queue: Queue | None, due: Due) -> Delayed:
-        """Return a message that is ready for the levels: checked, signed, with its destination.
+        """Check and sign a message, and choose its destination: a queue, or distribution.
 
         Args:
             message: The message; its headers name the exchange and the routing key that its
                 consumer sees.
-            queue: The one queue that gets it; None if only the exchange knows the queues.
-            due: Until when it waits in the levels.
+            queue: The queue that gets the message; None if the exchange chooses the queues.
+            due: When the message is to leave the levels.
 
         Raises:
             RabbitDelayError: As for :meth:`delayed_message`.
@@ -259,7 +258,7 @@ class DelayedProducer(Producer):
                 queue, self.may_refuse, self.publisher.connection
             )
             name = DISTRIBUTION if refuses else queue.name
-        # It goes to one destination; modules refuse a message that names others.
+        # Without CC and BCC: modules refuse a message that names further destinations.
         others = {
             name: value
             for name, value in headers.others.items()
@@ -272,18 +271,18 @@ class DelayedProducer(Producer):
         return Delayed(signed(message, self.signing_keys), name, message.task_id, queue)
 
     def check_size(self, size: int, destination: str, due: Due) -> None:
-        """Refuse a message that a module would refuse, after it has waited.
+        """Refuse a message that a module would refuse after the wait.
 
-        Distribution publishes what does not go straight to a queue. A delay above the capacity of
-        the levels passes through meditation, the overflow loop, which check-in serves.
+        A message passes through distribution unless it goes straight to a queue. A delay above the
+        capacity of the levels passes through meditation, the overflow loop, which check-in serves.
 
         Args:
-            size: The bytes of its body.
+            size: The size of the message's body, in bytes.
             destination: As in :class:`Delayed`.
-            due: When it is due.
+            due: When the message is due.
 
         Raises:
-            MessageTooLarge: It is too large.
+            MessageTooLarge: The message is too large.
         """
         most = self.max_message_bytes
         capacity_ms = self.topology.layout.capacity_ms
@@ -294,10 +293,10 @@ class DelayedProducer(Producer):
     def serialize(
         self, body: object, headers: dict[str, Any], **how: Any
     ) -> tuple[bytes, str | None, str | None]:
-        """Return a body as kombu serializes and compresses it; see :func:`.serialized`.
+        """Serialize and compress a body as kombu does; see :func:`.serialized`.
 
         Raises:
-            MessageTooLarge: It is compressed, and a worker would not decompress it.
+            MessageTooLarge: The body is compressed, and a worker would not decompress it.
         """
         compression, most = how.pop("compression", None), self.max_message_bytes
         body, content_type, content_encoding = serialized(self, body, headers, **how)
@@ -318,7 +317,7 @@ class DelayedProducer(Producer):
         else:
             declaration.declare_destination(connection, self.topology, queue)
         for entity in further:
-            # Each worker declares its own queue of a broadcast.
+            # Every worker declares its own queue of a broadcast.
             declared = entity.exchange if isinstance(entity, Broadcast) else entity
             maybe_declare(declared, connection.default_channel)
 
