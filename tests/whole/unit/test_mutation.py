@@ -9,7 +9,7 @@ from tests.mutation import scripts
 from tests.project_copy import REPOSITORY
 
 
-@pytest.mark.parametrize("file", [*pure.pure_files(), *pure.NOT_PURE])
+@pytest.mark.parametrize("file", [*pure.pure_files(), *sorted(pure.NOT_PURE)])
 def test_a_pure_file_exists(file: str) -> None:
     assert (REPOSITORY / pure.PACKAGE / file).is_file()
 
