@@ -1,10 +1,9 @@
-"""The publish loop: many messages in flight, until each of them has its outcome.
+"""The publish loop, which keeps many messages in flight until each has its outcome.
 
-The same class serves both sides: a publisher feeds it from an iterator, a module from its consumer.
-The loop keeps the window full, sends nacked messages again after a pause, declares once more what a
-returned message needs, gives up what takes too long, and finds the message that made the broker
-close the channel. It knows one channel at a time; opening the next one after a lost connection is
-its owner's part.
+Its source is an iterator in a publisher, and a consumer in a module. The loop keeps the window
+full, resends nacked messages after a pause, declares the topology again for a returned message,
+gives up messages after their timeout, and finds the message that made the broker close the channel.
+It knows one channel at a time; after a lost connection, its owner opens the next channel.
 """
 
 from __future__ import annotations
@@ -29,53 +28,52 @@ from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.message import Declaration, Publication
 from celery_rabbitdelay.publishing.refusals import error_of
 
-#: If a source takes this many seconds or more for a message, messages are written at once, not in
+#: If a source takes this many seconds or more per message, every message is written at once, not in
 #: batches.
 SLOW_SOURCE: Final = 0.005
 
-#: While messages are sent, the broker's answers are read at least this often, in seconds.
+#: The maximum seconds between two reads of the broker's answers while messages are sent.
 READ_EVERY: Final = 0.05
 
-#: Seconds that writing may take at least, where the time is over already.
+#: The minimum timeout of a write, in seconds, after the deadline has passed.
 MIN_WRITE_TIME: Final = 0.001
 
-#: Why nothing is confirmed while an alarm lasts; py-amqp does not pass on the broker's reason.
+#: The reason for unconfirmed messages during an alarm; py-amqp drops the broker's reason.
 BLOCKED: Final = (
     "RabbitMQ blocks publishers, because a node is low on memory or disk space: see "
     "rabbitmq-diagnostics alarms"
 )
 
-#: Returns the next message; None if there is none now.
+#: Returns the next message; None if there is no message at present.
 NextPublication: TypeAlias = Callable[[], Publication | None]
 
-#: Default maximum of resends: none, so the timeout alone ends them.
+#: Default maximum of resends: no limit but the timeout.
 RESENDS: Final = None
 
-#: Default seconds before the first resend, the step by which they grow, and their maximum.
+#: Default pauses before resends, in seconds: the first one, the step, and the maximum.
 BACKOFF: Final = (0.0, 0.2, 1.0)
 
-#: The part of a pause that is random, so that the producers that lost the same node do not all come
-#: back at the same instant.
+#: The random part of a pause, so that producers that lost the same node do not reconnect at the
+#: same instant.
 JITTER: Final = 0.25
 
-#: Minimum seconds before the second resend and later ones, whatever the backoff: a port that
-#: refuses connections answers thousands of times a second.
+#: Minimum seconds before the second resend and later ones, for any backoff: a port that refuses
+#: connections answers thousands of times a second.
 MIN_PAUSE: Final = 0.01
 
 
 class PublishPolicy(NamedTuple):
-    """How long, and how often, publishing is tried.
+    """The limits of publishing: timeout, resends and window.
 
     Attributes:
-        timeout: Seconds for everything about one message, from connecting through resends to the
-            confirm.
+        timeout: Seconds for one message, from connecting through resends to the confirm.
         resends: Maximum resends of one message after a nack, and maximum consecutive lost
             connections. None: no limit but the timeout.
-        backoff: Seconds before the first resend, the step by which they grow, and their maximum.
-        window: How many messages may be in flight.
-        reconnects: Maximum further attempts to connect after one that failed; all of them together
-            then take no longer than the connection's ``connect_timeout``. None: no limit but
-            ``resends`` and the timeout.
+        backoff: Seconds before the first resend, the step, and the maximum.
+        window: The maximum number of messages in flight.
+        reconnects: Maximum further attempts to connect after a failed one, which together take at
+            most the connection's ``connect_timeout``. None: no limit but ``resends`` and the
+            timeout.
     """
 
     timeout: float = 30.0
@@ -92,7 +90,7 @@ class PublishPolicy(NamedTuple):
         return seconds if attempt == 1 else max(seconds, MIN_PAUSE)
 
     def is_over(self, attempt: int) -> bool:
-        """Return whether a resend, counted from 1, is one too many."""
+        """Return whether a resend, counted from 1, exceeds the maximum."""
         return self.resends is not None and attempt > self.resends
 
 
@@ -100,11 +98,11 @@ DEFAULT_POLICY: Final = PublishPolicy()
 
 
 class MayPass(Exception):
-    """Wraps an error of this package that another attempt may not have."""
+    """Wraps an error of this package after which another attempt may succeed."""
 
 
 class _CallersError(BaseException):
-    """Wraps an error of source or ``done``, so that it is not handled as a connection error."""
+    """Wraps an error of the source or of ``done``, which must not count as a connection error."""
 
 
 @contextmanager
@@ -121,18 +119,18 @@ class PublishLoop:
     """Publishes messages over one channel after the other.
 
     Args:
-        source: Returns the next message; called at most ``window`` messages ahead. If it sets no
-            deadline, that is when the policy's timeout is over.
-        policy: How long, and how often, each message is tried.
+        source: Returns the next message; called at most ``window`` messages ahead. A message
+            without a deadline gets one from the policy's timeout.
+        policy: The timeout and the resends of each message.
         done: Called with each message that is confirmed or has an error.
-        redeclare: Declares again what messages need: no queue takes one, or an exchange does not
-            exist. The message is then sent once more. None: that is its error.
+        redeclare: Declares the topology again if no queue takes a message, or an exchange does not
+            exist. The message is then sent once more. None: the message fails.
 
     Attributes:
         policy: The policy.
-        window: How many messages may be in flight.
+        window: The maximum number of messages in flight.
         last_settled: When the broker last settled a message, on the clock of
-            :func:`time.monotonic`; 0 before the first.
+            :func:`time.monotonic`; 0 before the first settled message.
     """
 
     def __init__(
@@ -150,19 +148,19 @@ class PublishLoop:
         self._redeclare = redeclare
         self._must_redeclare = False
         self._channel: ConfirmChannel | None = None
-        #: Messages to send before any new one of the source, and when, the earliest first: most of
-        #: them were sent before.
+        #: Messages to send before new ones of the source, mostly resends, with their time, the
+        #: earliest first.
         self._queued: deque[tuple[float, Publication]] = deque()
-        #: How many messages are still to be resent one at a time, to find the one that closed the
-        #: channel.
+        #: The number of messages still to be resent one at a time, to find the one that made the
+        #: broker close the channel.
         self._suspects_left = 0
-        #: Whether the source had no message when it was last asked.
+        #: Whether the last call of the source returned no message.
         self._source_is_empty = False
-        #: Seconds that the source took for its last message; unknown before the first.
+        #: Seconds that the source took for its last message; at first, as if it were slow.
         self._source_took = SLOW_SOURCE
-        #: Time of the last progress; basis of the timeout.
+        #: Time of the last progress, from which the timeout counts.
         self._progress = time.monotonic()
-        #: When :meth:`flush` reads next.
+        #: When :meth:`flush` next reads answers.
         self._read_at = 0.0
 
     @property
@@ -172,7 +170,7 @@ class PublishLoop:
         return self._channel
 
     def use(self, channel: ConfirmChannel) -> None:
-        """Send on this channel from now on; the former one must not have messages in flight."""
+        """Send on this channel from now on; the former channel must have no messages in flight."""
         self._channel = channel
         self._progress = time.monotonic()
 
@@ -186,11 +184,11 @@ class PublishLoop:
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether a message waits to be sent, and not for the end of a pause."""
+        """Whether a message is ready to be sent, and not in a pause."""
         return bool(self._queued) and self._queued[0][0] <= time.monotonic()
 
     def add(self, publication: Publication) -> None:
-        """Queue a message behind those that wait to be sent now, beside those of the source."""
+        """Queue a message behind those that are ready to be sent, without the source."""
         publication.deadline = time.monotonic() + self.policy.timeout
         self._queue(publication, time.monotonic())
 
@@ -199,7 +197,7 @@ class PublishLoop:
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the broker last settled a message, or since the first one in flight."""
+        """Seconds since the last progress, if messages are in flight and not blocked; else 0."""
         channel = self.channel
         if not channel.unconfirmed or channel.blocked is not None:
             return 0.0
@@ -207,31 +205,32 @@ class PublishLoop:
 
     @property
     def next_waiting(self) -> Publication:
-        """The message that is sent next; there has to be one."""
+        """The message that is sent next; one must be queued."""
         return self._queued[0][1]
 
     def send_first(self, publication: Publication) -> None:
         """Queue a message ahead of all others.
 
-        ``done`` uses it to publish a replacement, such as the copy for ``undeliverable``. It is not
-        sent at once, because the channel is reading the broker's answers while ``done`` is called.
+        ``done`` uses this method to publish a replacement, such as the copy for ``undeliverable``.
+        The message is not sent at once, because the channel reads the broker's answers while
+        ``done`` runs.
         """
         self._queued.appendleft((0.0, publication))
         if self._suspects_left:
-            # It is sent before the next suspect, and its outcome is counted as one of theirs.
+            # The message is sent before the next suspect, and its outcome counts as a suspect's.
             self._suspects_left += 1
 
     def send(self, timeout: float | None = None) -> bool:
-        """Send as many messages as the window takes; they are written by the channel's flush.
+        """Send messages until the window is full; the channel's flush writes them.
 
-        While messages are in flight, it returns after :data:`READ_EVERY` seconds even if the window
-        has room, so that its owner can do its other work.
+        While messages are in flight, this method returns after :data:`READ_EVERY` seconds even if
+        the window has room, so that its owner can do other work.
 
         Args:
-            timeout: Seconds that writing may take; None: until the oldest message's deadline.
+            timeout: Maximum seconds for writing; None: until the oldest message's deadline.
 
         Returns:
-            Whether it has stopped because of the time: there may be more to send.
+            Whether it returned because of the time, so that more messages may be ready.
         """
         if self._must_redeclare:
             self._ensure_declared(self._redeclare, self.next_waiting, again=True)
@@ -239,7 +238,7 @@ class PublishLoop:
         channel = self.channel
         timeout = self._time_to_write() if timeout is None else timeout
         read_at = time.monotonic() + READ_EVERY
-        # A message that is returned meanwhile is sent again after the declaration.
+        # After a returned message, declare first.
         while channel.blocked is None and not self._must_redeclare:
             in_flight = len(channel.unconfirmed)
             publication = self._next(in_flight)
@@ -267,18 +266,18 @@ class PublishLoop:
     def _ensure_declared(
         self, declare: Declaration | None, publication: Publication, again: bool = False
     ) -> None:
-        """Declare what is missing for a message; what it raises is the message's own error.
+        """Declare the topology or the queue of a message; an error becomes the message's error.
 
         After a :class:`MayPass`, the message is sent again. A module declares nothing.
 
         Args:
-            declare: Declares it; None: nothing is missing.
+            declare: The declaration; None: nothing to declare.
             publication: The message.
-            again: Whether to declare it although this was done on the same connection.
+            again: Whether to repeat a declaration that was made on the same connection.
         """
 
     def _is_prepared(self, publication: Publication) -> bool:
-        """Declare what a message of its own destination needs; return whether to send it now."""
+        """Call a message's own ``declare``; return whether to send the message now."""
         try:
             self._ensure_declared(publication.declare, publication)
         except MayPass as refused:
@@ -296,7 +295,7 @@ class PublishLoop:
         return False
 
     def flush(self) -> None:
-        """Write what was sent; now and then, read the answers that have arrived."""
+        """Write the sent messages; every :data:`READ_EVERY` seconds, read answers."""
         channel, now = self.channel, time.monotonic()
         channel.flush(self._time_to_write())
         if now >= self._read_at:
@@ -312,7 +311,7 @@ class PublishLoop:
 
     @property
     def _oldest(self) -> Publication | None:
-        """The first message in flight, or else the first that waits to be sent again."""
+        """The first message in flight, or else the first queued message."""
         waiting = self._queued[0][1] if self._queued else None
         return next(iter(self.channel.unconfirmed.values()), waiting)
 
@@ -341,14 +340,14 @@ class PublishLoop:
         return publication
 
     def excuse(self, seconds: float) -> None:
-        """Extend all deadlines by a time in which no answers could be read."""
+        """Extend all deadlines by the seconds during which no answers could be read."""
         self._progress += seconds
         in_flight = self._channel.unconfirmed.values() if self._channel else ()
         for publication in (*in_flight, *(publication for _, publication in self._queued)):
             publication.deadline += seconds
 
     def wait(self) -> None:
-        """Read answers until more can be sent, or time is up for a message."""
+        """Read answers until more messages can be sent, or a deadline has passed."""
         channel, oldest, now = self.channel, self._oldest, time.monotonic()
         if oldest is None:
             return
@@ -363,7 +362,7 @@ class PublishLoop:
         enough = room * 3 // 4
         was_blocked, was_in_flight = channel.blocked is not None, bool(channel.unconfirmed)
         if not was_blocked and not was_in_flight and resend_at <= now:
-            # A resend has come due since send() ran: there is nothing to wait for.
+            # A resend has become due since send().
             return
 
         def can_go_on() -> bool:
@@ -379,8 +378,8 @@ class PublishLoop:
         """Give up the messages whose deadline has passed.
 
         Raises:
-            ConfirmTimeout: The broker has settled no message for all of that time.
-            ConnectionBlocked: The broker blocked the connection for all of that time.
+            ConfirmTimeout: The broker has settled no message within the timeout.
+            ConnectionBlocked: The broker blocks the connection at the deadline.
         """
         channel, now = self.channel, time.monotonic()
         if not channel.unconfirmed or channel.blocked is not None:
@@ -404,8 +403,8 @@ class PublishLoop:
         taken_at = oldest.deadline - self.policy.timeout
         over = [each for each in channel.unconfirmed.values() if each.deadline <= now]
         if self.last_settled <= taken_at or not channel.unconfirmed:
-            # The broker has answered nothing, perhaps because all messages were for a queue that
-            # does not answer. If their source has something else to publish, that one will show it.
+            # The broker has settled nothing, perhaps because all messages were for one queue that
+            # does not answer. If the source publishes replacements, their outcome will tell.
             over = [each for each in over if each.single_attempt]
             if not over:
                 self._raise_confirm_timeout(oldest)
@@ -424,11 +423,11 @@ class PublishLoop:
         raise exceptions.ConfirmTimeout(*address, "the broker did not confirm in time")
 
     def settled(self, publication: Publication, may_pass: bool = False) -> None:
-        """Note the broker's answer: what a channel calls with each settled publication.
+        """Handle a publication that the broker has settled; called by the channel.
 
         Args:
             publication: The publication, with its error.
-            may_pass: Whether it is worth another attempt, as after a nack.
+            may_pass: Whether another attempt may succeed, as after a nack.
         """
         self.last_settled = self._progress = time.monotonic()
         self._suspects_left = max(self._suspects_left - 1, 0)
@@ -463,13 +462,13 @@ class PublishLoop:
             raise _CallersError(error) from error
 
     def take_back(self, closed_for_one: bool = False) -> int:
-        """Put the messages in flight in front of all others, in their order; there is no channel.
+        """Queue the messages in flight before all others, in their order, and drop the channel.
 
         Args:
-            closed_for_one: Whether the broker closed the channel because of one of them.
+            closed_for_one: Whether the broker closed the channel because of one of the messages.
 
         Returns:
-            How many were in flight.
+            The number of messages in flight.
         """
         if self._channel is None:
             return 0
@@ -479,7 +478,7 @@ class PublishLoop:
             publication.unanswered |= not closed_for_one
             publication.suspected |= closed_for_one and len(written) > 1
         for publication in in_flight:
-            # The connection may be lost between its return and the ack that settles it.
+            # A returned message, if the connection was lost before its ack.
             publication.error = None
         self._queued.extendleft((0.0, publication) for publication in reversed(in_flight))
         return len(in_flight)
@@ -487,15 +486,15 @@ class PublishLoop:
     def channel_closed(self, closed: ChannelError) -> Publication | None:
         """Find the message that made the broker close the channel; AMQP does not name it.
 
-        Call it before the next :meth:`use`. If several messages are in flight, they are resent one
-        at a time until the broker closes the channel again. If an exchange does not exist, the
-        topology is declared again first.
+        Call this method before the next :meth:`use`. If several messages are in flight, they are
+        resent one at a time until the broker closes the channel again. If an exchange does not
+        exist, the topology is declared again first.
 
         Returns:
-            The message, with its error; None if it is not known yet.
+            The message, with its error; None if it is not found yet.
 
         Raises:
-            amqp.exceptions.ChannelError: The channel was not closed for a message.
+            amqp.exceptions.ChannelError: The channel was not closed because of a message.
         """
         for_a_message = closed.method_sig == spec.Basic.Publish
         in_flight = self.take_back(for_a_message)
@@ -526,9 +525,9 @@ class PublishLoop:
         return culprit
 
     def fail_all(self, error: exceptions.RabbitDelayError) -> None:
-        """Finish all messages that wait with an error, or with its copy for the others.
+        """Finish all queued messages with an error or its copy.
 
-        One of the two says that the broker may have the message, the other one that it has not.
+        One of the two is for messages that the broker may have, the other for all other messages.
         """
         error.may_have_arrived |= any(each.may_have_arrived for _, each in self._queued)
         errors = {error.may_have_arrived: error}

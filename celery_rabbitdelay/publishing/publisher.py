@@ -1,6 +1,6 @@
-"""Publishing that returns only once the broker has confirmed: one message, or a million.
+"""Publishing one or many messages, until the broker has confirmed them.
 
-The connection is opened when needed, and dropped when in doubt.
+The connection is opened when needed, and dropped when its state is in doubt.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from celery_rabbitdelay.publishing.message import Declaration, Publication
 from celery_rabbitdelay.publishing.refusals import error_of, reason_of
 from celery_rabbitdelay.publishing.wire import Wire
 
-#: Seconds that closing a channel may take; all its messages are settled before.
+#: The maximum seconds for closing a channel, whose messages are all settled.
 CLOSE_TIMEOUT: Final = 2.0
 
-#: Why a message is not sent although the broker answers.
+#: The reason for an unsent message if declaring took too long.
 NOT_DECLARED: Final = (
-    "it has not declared everything in time; declare the levels beforehand, with: celery "
-    "rabbitdelay declare"
+    "the broker has not declared the levels and the queue in time; declare the levels beforehand, "
+    "with: celery rabbitdelay declare"
 )
 
-#: Why the broker does not find a queue that exists: its node is down, or it is starting or
-#: stopping (``priv_absent`` in
+#: The broker's reasons for not finding a queue that exists: the queue's node is down, or the queue
+#: is starting or stopping (``priv_absent`` in
 #: https://github.com/rabbitmq/rabbitmq-server/blob/v3.10.8/deps/rabbit/src/rabbit_amqqueue.erl).
 PASSING_REASONS: Final = re.compile(
     "is down or inaccessible|process is stopped by supervisor|due to timeout|may be stopping"
@@ -49,16 +49,16 @@ class Publisher:
     """Publishes over one connection, and waits for the confirms. For one thread at a time.
 
     Args:
-        connection: A kombu connection to RabbitMQ by py-amqp; opened when it is first needed, and
-            again whenever it was lost.
-        is_alone: Whether nobody else reads from the connection, which is faster.
+        connection: A kombu connection to RabbitMQ by py-amqp; opened when first needed, and again
+            after a loss.
+        is_alone: Whether the connection has no other reader, which makes reading faster.
     """
 
     def __init__(self, connection: Connection, is_alone: bool = False) -> None:
         self.connection = connection
         self._is_alone = is_alone
         self._channel: ConfirmChannel | None = None
-        #: The functions that have declared what they declare on this connection.
+        #: The declarations that were made on this connection.
         self.declared: WeakSet[Declaration] = WeakSet()
 
     def publish(
@@ -71,27 +71,27 @@ class Publisher:
     ) -> None:
         """Publish a message and return once the broker has confirmed it.
 
-        After a lost connection the message is sent again on a new one; the broker may then have it
-        twice. After an error, regard it as not sent; the error's ``may_have_arrived`` says whether
-        the broker may have it all the same.
+        After a lost connection, the message is sent again on a new one, and the broker may then
+        have it twice. After an error, regard the message as not sent; the error's
+        ``may_have_arrived`` tells whether the broker may have it nevertheless.
 
         Args:
-            publication: The message; it is sent mandatory.
-            policy: How long, and how often, it is tried.
-            declare: Called once on each connection, to declare what is missing.
+            publication: The message; sent as mandatory.
+            policy: The timeout and the resends.
+            declare: Called once per connection, to declare missing exchanges, queues and bindings.
             redeclare: Called once if no queue takes the message or its exchange does not exist; the
                 message is then sent once more.
 
         Raises:
-            MessageNacked: The broker nacked the message, also each time it was sent again.
+            MessageNacked: The broker nacked the message and all its resends.
             MessageRefused: The broker closed the channel: too large, invalid, or no write
                 permission.
-            MessageReturned: No queue takes it, or the exchange does not exist.
-            DeclarationRefused: The broker refused what ``declare`` declares, also each time it was
-                declared again, if the reason may pass.
+            MessageReturned: No queue takes the message, or the exchange does not exist.
+            DeclarationRefused: The broker refused ``declare``, and all retries if the reason may
+                pass.
             ConfirmTimeout: No confirm within the policy's ``timeout``.
-            ConnectionBlocked: The broker blocked the connection for all of that time.
-            ConnectionLost: The connection could not be opened or broke, also at each resend.
+            ConnectionBlocked: The broker blocked the connection until the ``timeout``.
+            ConnectionLost: The connection could not be opened or broke, also at every resend.
         """
         self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
         if publication.error is not None:
@@ -108,32 +108,31 @@ class Publisher:
     ) -> None:
         """Publish messages, many of them in flight, and return once each has its outcome.
 
-        What ``publications`` or ``done`` raise is raised as it is. Messages in flight then have no
-        outcome, and the broker may have taken them. Time spent in ``publications`` counts for no
-        message.
+        Errors of ``publications`` or ``done`` are raised unchanged. Messages in flight then have no
+        outcome, and the broker may have accepted them. No message's timeout includes the time spent
+        in ``publications``.
 
         Args:
-            publications: The messages. No more of them are taken than may be in flight.
-            policy: How long, and how often, each is tried.
-            declare: Called once on each connection, to declare what is missing.
+            publications: The messages, taken only while the window has room.
+            policy: The timeout and the resends of each message.
+            declare: Called once per connection, to declare missing exchanges, queues and bindings.
             redeclare: Called if no queue takes a message or an exchange does not exist; the
                 message is then sent once more.
             done: Called with each message that is confirmed, or has an error.
 
         Raises:
             RabbitDelayError: Nothing can be published any more, or the topology cannot be declared.
-                All messages that were taken and have no outcome have this error; further ones were
-                not taken.
+                All taken messages without an outcome have this error; no others were taken.
         """
         source = partial(next, iter(publications), None)
         Run(self, source, policy, declare=declare, redeclare=redeclare, done=done).go_on()
 
     def channel(self, deadline: float, on_settled: OnSettled) -> ConfirmChannel:
-        """Return a channel that can be used, and open the connection if needed.
+        """Return an open channel; open the connection if needed.
 
         Args:
-            deadline: When to give up, on the clock of :func:`time.monotonic`. Each wait for a host
-                ends before that; a host that answers each step of connecting late may exceed it.
+            deadline: When to give up, on the clock of :func:`time.monotonic`. Every wait ends by
+                then, but a host that answers every step of connecting late may exceed it.
             on_settled: Called with each publication that is settled.
         """
         if self._channel is not None and self._channel.open:
@@ -156,24 +155,24 @@ class Publisher:
         """Close the channel; the connection stays open for others."""
         channel, self._channel = self._channel, None
         if channel is not None:
-            # Everything that was published is settled; a close that fails changes nothing.
+            # All messages are settled, so a failed close does no harm.
             errors = (*self.connection.connection_errors, *self.connection.channel_errors)
             with kombu_internals.conversation(self.connection), suppress(*errors):
                 channel.close(CLOSE_TIMEOUT)
 
     def close(self) -> None:
-        """Close the connection in order; it cannot be used any more."""
+        """Close the channel and the connection; the publisher cannot be used again."""
         if self._channel is not None and self._channel.blocked is not None:
             self.discard()  # the broker would not answer
         with kombu_internals.closing(self.connection):
             self.close_channel()
 
     def give_up(self, error: exceptions.RabbitDelayError) -> None:
-        """Leave the connection as the next caller may use it, although messages are in flight.
+        """Give up the messages in flight, and prepare the connection for the next caller.
 
-        Late answers must not be taken for answers about the next messages. A connection of our own
-        is kept while the broker blocks it: the broker does not notice that a blocked connection was
-        closed, so each new one would stay with it until the alarm is over.
+        Late answers must not count for the next caller's messages, so the connection is dropped. An
+        own connection is kept while the broker blocks it: the broker does not notice that a blocked
+        connection was closed, so dropped connections would pile up there until the alarm is over.
         """
         if self._is_alone and self._channel and isinstance(error, exceptions.ConnectionBlocked):
             self._channel.give_up()
@@ -185,10 +184,9 @@ class Run(publish_loop.PublishLoop):
     """The publish loop on one connection after another.
 
     Args:
-        publisher: The publisher whose connection it uses.
+        publisher: The publisher whose connection is used.
         source: Returns the next message, or None if there is no message at present.
-        policy: As for :meth:`Publisher.publish_all`, and so are ``declare``, ``redeclare`` and
-            ``done``.
+        policy: As for :meth:`Publisher.publish_all`, like ``declare``, ``redeclare`` and ``done``.
     """
 
     def __init__(
@@ -208,18 +206,18 @@ class Run(publish_loop.PublishLoop):
         self._declare = declare
         self._losses = 0
         self._lost_at = 0.0
-        #: Failed attempts to connect, one after the other, and when to give up.
+        #: The number of consecutive failed attempts to connect, and when to give up.
         self._unreached = 0
         self._reach_by = math.inf
 
     def go_on(self, until_written: bool = False) -> None:
-        """Publish until each message has its outcome, or only until each is written.
+        """Publish until all messages have their outcome, or only until all are written.
 
         Raises:
             RabbitDelayError: Nothing can be published any more, or the topology cannot be declared;
                 all messages have this error. After any other exception, they have no outcome.
         """
-        # Late confirms of messages in flight must not be taken for confirms of the next caller's.
+        # Drop the connection if interrupted: late confirms must not count for the next caller.
         with publish_loop.unwrap_callers_errors(), kombu_internals.conversation(self._connection):
             while self.has_more() and (not until_written or self.has_unwritten):
                 try:
@@ -233,7 +231,7 @@ class Run(publish_loop.PublishLoop):
                 except exceptions.RabbitDelayError as error:
                     self._fail_all_and_raise(error)
                 except NotAllowed as refused:
-                    # Do not retry: the virtual host is missing or not accessible.
+                    # No retry: the virtual host is missing or not accessible.
                     self.take_back()
                     self._publisher.discard()
                     if self.has_more():
@@ -242,7 +240,7 @@ class Run(publish_loop.PublishLoop):
                     self._try_again(lost)
 
     def _open(self) -> None:
-        """Use a channel on a connection where everything is declared."""
+        """Open a channel, use it, and declare missing exchanges, queues and bindings."""
         if self.policy.reconnects is not None and not self._unreached:
             limit = self._connection.connect_timeout or kombu_internals.CONNECT_TIMEOUT
             self._reach_by = time.monotonic() + limit
@@ -277,7 +275,7 @@ class Run(publish_loop.PublishLoop):
             raise TimeoutError(NOT_DECLARED) from slow
         except self._connection.channel_errors as refused:
             if isinstance(refused, ChannelError) and refused.method_sig == spec.Basic.Publish:
-                raise  # for a message in flight
+                raise  # because of a message in flight
             kinds = exceptions.DeclarationRefused, exceptions.DeclarationNotPermitted
             error = error_of(refused, publication.address(), *kinds)
             if isinstance(refused, NotFound) and PASSING_REASONS.search(str(refused)):
@@ -286,7 +284,7 @@ class Run(publish_loop.PublishLoop):
             raise error from refused
 
     def _publish(self, until_written: bool) -> None:
-        """Publish on one channel until nothing is left, or all is written."""
+        """Publish on one channel until no message is left, or all are written."""
         try:
             while self.has_more():
                 self.send()
@@ -295,21 +293,21 @@ class Run(publish_loop.PublishLoop):
                     return
                 self.wait()
         except ChannelError as closed:
-            # py-amqp opens a channel that the broker closed again, but not in confirm mode.
+            # py-amqp reopens a channel that the broker closed, but not in confirm mode.
             self._publisher.close_channel()
             culprit = self.channel_closed(closed)
             if culprit is None or culprit.declare is not None:
-                return  # the others have destinations of their own
+                return  # the other messages have other destinations
             if isinstance(closed, AccessRefused | NotFound):
                 assert culprit.error is not None
-                # Every further message to it would fail.
+                # Further messages would fail too.
                 raise culprit.error.copy(culprit.may_have_arrived) from closed
 
     def _try_again(self, error: BaseException) -> None:
-        """Drop the connection, and go on after a pause; the next one may be to another node.
+        """Drop the connection, pause, and go on, perhaps with another node.
 
         Args:
-            error: That of this attempt.
+            error: The error of this attempt.
         """
         self.take_back()
         self._publisher.discard()
@@ -338,7 +336,7 @@ class Run(publish_loop.PublishLoop):
         return error
 
     def _fail_all_and_raise(self, error: exceptions.RabbitDelayError) -> NoReturn:
-        """Finish all messages that wait with this error, and raise it."""
+        """Finish all messages with this error, and raise it."""
         if self.take_back():
             self._publisher.give_up(error)
         self.fail_all(error)
@@ -346,12 +344,12 @@ class Run(publish_loop.PublishLoop):
 
 
 class Pipeline:
-    """Writes each message at once; its confirm may arrive later. For one thread at a time.
+    """Writes every message at once, and reads its confirm later. For one thread at a time.
 
     Args:
-        publisher: The publisher, which is used for nothing else while messages are in flight.
-        redeclare: As for :meth:`.Publisher.publish_all`, without the destinations of messages.
-        done: Called with each message that is confirmed, or has an error. It must not raise, nor
+        publisher: The publisher, without other use while messages are in flight.
+        redeclare: As for :meth:`.Publisher.publish_all`, without the messages' destinations.
+        done: Called with each message that is confirmed, or has an error; must neither raise nor
             publish.
     """
 
@@ -375,15 +373,15 @@ class Pipeline:
         return self._run is not None
 
     def publish(self, publication: Publication, policy: publish_loop.PublishPolicy) -> None:
-        """Write a message, and return; wait only while as many are in flight as may be.
+        """Write a message, and return; wait only while the window is full.
 
         Args:
             publication: The message, with its ``declare``.
-            policy: How long, and how often, it is tried. If it is not that of the messages before,
-                these are confirmed first.
+            policy: The timeout and the resends. If the policy changes, the earlier messages are
+                confirmed first.
 
         Raises:
-            RabbitDelayError: The message has an error already.
+            RabbitDelayError: The message already has this error.
         """
         if self._run is not None and self._run.policy != policy:
             self.confirm()
@@ -402,14 +400,14 @@ class Pipeline:
             raise publication.error
 
     def confirm(self) -> None:
-        """Wait until each message is confirmed, or has an error; others may then publish."""
+        """Wait until all messages are confirmed or failed; the publisher is then free."""
         if self._run is not None:
             self._excuse(self._run)
             self._go_on(self._run)
             self._run = None
 
     def _excuse(self, run: Run) -> None:
-        """Extend all deadlines by the caller's own work, during which no answers were read."""
+        """Extend all deadlines by the time of the caller's own work, which reads no answers."""
         away = time.monotonic() - self._left_at
         if away >= publish_loop.READ_EVERY:
             run.excuse(away)
@@ -418,13 +416,13 @@ class Pipeline:
         try:
             run.go_on(until_written)
         except exceptions.RabbitDelayError:
-            self._run = None  # each message has this error
+            self._run = None  # all messages have this error
         except BaseException as interrupt:
             self._run = None
             for publication in list(self._open):
-                reason = f"interrupted before the broker has confirmed: {interrupt!r}"
+                reason = f"interrupted before the broker confirmed the message: {interrupt!r}"
                 publication.error = exceptions.PublishError(*publication.address(), reason)
-                # Even if it is unknown whether a byte of it was written.
+                # Also if perhaps no byte of the message was written.
                 publication.error.may_have_arrived = bool(publication.routing_key)
                 self._finish(publication)
             raise
@@ -437,12 +435,12 @@ class Pipeline:
 
 
 class PublisherPool:
-    """Lends publishers to threads, one each, and keeps them for the next.
+    """Lends publishers to threads, and keeps their connections open.
 
     Args:
-        connection: Template; each publisher uses a clone of it, opened when needed.
-        limit: Maximum publishers; a thread that finds none free waits. None opens a new connection
-            for every use.
+        connection: The template; every publisher uses a clone of it, opened when needed.
+        limit: Maximum publishers; a thread waits until one is free. None: every use opens a new
+            connection.
 
     Attributes:
         connection: The template.
@@ -455,10 +453,10 @@ class PublisherPool:
         _pools.add(self)
 
     def _begin(self) -> None:
-        """Begin with publishers that are not connected.
+        """Fill the pool with publishers that are not connected.
 
-        In a forked process those of the parent are dropped and not closed: that would end the
-        parent's connections.
+        In a forked process, the parent's publishers are dropped and not closed: to close them would
+        end the parent's connections.
         """
         clones = [self.connection.clone() for _ in range(self._limit or 0)]
         self._publishers = [Publisher(each, is_alone=True) for each in clones]
@@ -471,10 +469,10 @@ class PublisherPool:
         """Borrow a publisher for the length of a ``with`` block.
 
         Args:
-            timeout: Seconds to wait for one to be free; None for as long as it takes.
+            timeout: Seconds to wait for a free publisher; None: no limit.
 
         Raises:
-            NoPublisherFree: All of them were in use for that long.
+            NoPublisherFree: All publishers were in use for that long.
         """
         if not self._limit:
             publisher = Publisher(self.connection.clone(), is_alone=True)
@@ -491,11 +489,11 @@ class PublisherPool:
         try:
             yield publisher
         finally:
-            # To where it came from: a fork or a close may have begun anew meanwhile.
+            # Into the former queue: a fork or close() may have filled a new one meanwhile.
             free.put(publisher)
 
     def close(self) -> None:
-        """Close the connections of the pool; it can be used again."""
+        """Close the connections of the pool, which can be used again."""
         publishers = self._publishers
         self._begin()
         for publisher in publishers:

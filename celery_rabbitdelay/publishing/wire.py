@@ -1,15 +1,15 @@
-"""AMQP's bytes: frames as py-amqp writes and reads them.
+"""AMQP's frames, as py-amqp writes and reads them.
 
-Only this file knows how py-amqp writes and reads frames. A message is encoded once, however often
-it is sent, and many frames go into one write, for which py-amqp has no public function. The format
-is that of AMQP 0-9-1 (https://www.rabbitmq.com/resources/specs/amqp0-9-1.pdf, 2.3.5 and 4.2): a
-method frame, a header frame with the properties, and as many frames as the body takes.
+Only this file knows how py-amqp writes and reads frames. A message is encoded once for all its
+resends, and many frames go into one write; py-amqp has no public function for either. A message is
+a method frame, a header frame with the properties, and frames for its body, as defined by AMQP
+0-9-1 (https://www.rabbitmq.com/resources/specs/amqp0-9-1.pdf, 2.3.5 and 4.2).
 
-Anybody may have published what a consumer receives, and RabbitMQ passes on what it does not look
-at: a header whose timestamp counts milliseconds (a year beyond 9999), a message id in Latin-1,
-tables in tables a thousand deep. py-amqp raises in the middle of such a message, its connection
-cannot be used any more, and the broker delivers the message again and again. The frame handler at
-the end of this file delivers it instead, with what is wrong, and drops bodies that are too large.
+A received message is not trusted, and RabbitMQ does not check all of it: a header may have a
+timestamp in milliseconds (a year beyond 9999), a message id in Latin-1, or tables nested a thousand
+deep. py-amqp raises in the middle of such a message, its connection becomes unusable, and the
+broker redelivers the message again and again. The frame handler at the end of this file delivers
+the message instead, marked with the error, and drops bodies that are too large.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ METHOD_FRAME: Final = 1
 HEADER_FRAME: Final = 2
 BODY_FRAME: Final = 3
 
-#: The bytes of a frame without its payload: type, channel, size, and the byte at its end.
+#: The bytes of a frame without its payload: type, channel, size, and the end byte.
 FRAME_OVERHEAD: Final = 8
 
-#: Where the size of a frame's payload stands: behind type and channel.
+#: The position of a payload's size in a frame: after type and channel.
 PAYLOAD_SIZE: Final = slice(3, 7)
 
-#: Seconds that a broker which has closed a channel may take to open it again.
+#: The maximum seconds for reopening a channel that the broker has closed.
 REOPEN_TIMEOUT: Final = 5.0
 
-#: Seconds that a wait for an answer takes at least, where the time is over already.
+#: The minimum timeout of a wait for an answer, in seconds, after the deadline has passed.
 MIN_WAIT: Final = 0.001
 
-#: Bytes that are received ahead, if there are as many. More would cost time: with each part of a
-#: frame, py-amqp copies what is left of them.
+#: The maximum bytes that are received ahead. More would cost time: py-amqp copies the rest of the
+#: bytes with every part of a frame.
 RECEIVED_AT_ONCE: Final = 4096
 
 _END: Final = b"\xce"
@@ -60,7 +60,7 @@ _SETTLE: Final = struct.Struct(">BHIHHQB")
 _HEADER: Final = struct.Struct(">BHIHHQ")
 _ACKED: Final = struct.Struct(">Q?")
 
-#: How a consumer settles a message: class and method of what it sends, and its bits.
+#: How a consumer settles a message: the class, the method, and the method's bits.
 Settlement: TypeAlias = tuple[int, int, int]
 
 ACK: Final[Settlement] = (60, 80, 0)
@@ -75,7 +75,7 @@ REQUEUE: Final[Settlement] = (60, 120, 2)
 _ACK_BYTES: Final = struct.pack(">HH", *ACK[:2])
 _CLOSE_BYTES: Final = struct.pack(">HH", *spec.Channel.Close)
 
-#: What is called when the broker blocks or unblocks the connection.
+#: A callback of py-amqp, for example for a blocked connection.
 Callback: TypeAlias = Callable[..., object]
 
 #: Type, channel and payload.
@@ -101,7 +101,7 @@ def publish_frames(
     properties, body = content
     if len(properties) > frame_max - FRAME_OVERHEAD - BEFORE_PROPERTIES.size:
         raise FrameSyntaxError(
-            f"headers and properties have {len(properties)} bytes, a frame {frame_max}"
+            f"headers and properties have {len(properties)} bytes, a frame at most {frame_max}"
         )
     address = short_string(exchange) + short_string(routing_key)
     parts = [
@@ -128,9 +128,9 @@ def settle_frames(
 
     Args:
         channel: The channel's number.
-        how: How they are settled.
-        tags: Their delivery tags.
-        multiple: Whether each tag stands for all messages up to it; they cannot be rejected so.
+        how: How the messages are settled.
+        tags: The messages' delivery tags.
+        multiple: Whether a tag stands for all messages up to it; not possible with a reject.
     """
     class_id, method, bits = how
     return b"".join(
@@ -145,7 +145,7 @@ class Wire:
     """The socket of an open connection, read and written frame by frame.
 
     Args:
-        connection: A kombu connection by py-amqp; it is opened if it is not.
+        connection: A kombu connection by py-amqp; opened if needed.
 
     Attributes:
         frame_max: The largest frame, in bytes.
@@ -159,10 +159,10 @@ class Wire:
             transport._quick_recv = partial(_receive, transport._quick_recv, 0)
 
     def receive_ahead(self) -> None:
-        """Receive more than py-amqp asks for, from now on.
+        """Receive more bytes than py-amqp requests, from now on.
 
-        It asks for each frame in three parts, and small frames arrive by the hundred. Only for a
-        connection of which nobody else looks whether its socket has something to read.
+        py-amqp requests every frame in three parts, and small frames arrive by the hundred. Only
+        for a connection without another reader that polls its socket.
         """
         transport = self._amqp.transport
         receive, _ = transport._quick_recv.args
@@ -172,8 +172,8 @@ class Wire:
         """Write frames.
 
         Args:
-            frames: Their bytes.
-            timeout: Seconds that it may take.
+            frames: The frames' bytes.
+            timeout: Maximum seconds for the write.
         """
         transport = self._amqp.transport
         with transport.having_timeout(timeout):
@@ -181,28 +181,28 @@ class Wire:
         self._amqp.bytes_sent += 1  # py-amqp counts writes, for its heartbeat
 
     def read(self, timeout: float, channel: int) -> tuple[int, bool] | None:
-        """Read a frame and handle it as py-amqp does, unless it is a ``basic.ack`` on a channel.
+        """Read a frame; return a channel's ``basic.ack``, and let py-amqp handle other frames.
 
         Nearly every frame is a ``basic.ack``; handling it here avoids py-amqp's slow dispatch.
 
         Args:
-            timeout: Seconds to wait for a frame; 0 for not at all.
+            timeout: Seconds to wait for a frame; 0: no wait.
             channel: The channel's number.
 
         Returns:
-            The delivery tag of the ack, and whether all up to it are acknowledged; None if the
-            frame was another one.
+            The delivery tag of the ack, and whether all messages up to it are acknowledged; None
+            for any other frame.
 
         Raises:
             TimeoutError: No frame arrived.
-            amqp.exceptions.RecoverableConnectionError: The broker has closed a channel, and then
-                does not answer for :data:`REOPEN_TIMEOUT` seconds.
+            amqp.exceptions.RecoverableConnectionError: The broker has closed a channel, and did not
+                reopen it within :data:`REOPEN_TIMEOUT` seconds.
         """
         transport = self._amqp.transport
         received: bytes = transport._read_buffer
         frame: Frame
         if len(received) >= FRAME_OVERHEAD + int.from_bytes(received[PAYLOAD_SIZE], "big"):
-            frame = transport.read_frame()  # all of it has arrived
+            frame = transport.read_frame()  # the whole frame has arrived
         else:
             with transport.having_timeout(timeout):
                 frame = transport.read_frame()
@@ -216,7 +216,7 @@ class Wire:
             self._amqp.on_inbound_frame(frame)
             return None
         try:
-            # py-amqp opens the channel again, and waits for the answer.
+            # py-amqp reopens the channel, and waits for the answer.
             with self.answers_within(REOPEN_TIMEOUT):
                 self._amqp.on_inbound_frame(frame)
         except TimeoutError as slow:
@@ -225,22 +225,22 @@ class Wire:
 
     @contextmanager
     def answers_within(self, seconds: float) -> Iterator[None]:
-        """Bound every wait for an answer on this connection, which has no bound otherwise."""
+        """Limit every wait for an answer on this connection, which is unlimited otherwise."""
         own: socket.socket = self._amqp.transport.sock
         former = own.gettimeout()
         own.settimeout(seconds)
         try:
             yield
         finally:
-            with suppress(OSError):  # it is closed by now
+            with suppress(OSError):  # the socket may be closed
                 own.settimeout(former)
 
     @contextmanager
     def all_answers_by(self, deadline: float) -> Iterator[None]:
-        """Bound all waits for answers on this connection together.
+        """Limit all waits for answers on this connection together.
 
         Args:
-            deadline: When they end, on the clock of :func:`time.monotonic`.
+            deadline: The end of the waits, on the clock of :func:`time.monotonic`.
         """
         seconds = max(deadline - time.monotonic(), MIN_WAIT)
         read = self._amqp.blocking_read
@@ -269,10 +269,10 @@ class Wire:
 
 
 def _receive(receive: Callable[[int], bytes], at_once: int, size: int) -> bytes:
-    """Receive bytes, for py-amqp: at most ``size``, or ``at_once`` if that is more.
+    """Receive bytes for py-amqp: at most ``size``, or ``at_once`` if that is more.
 
-    Where a socket does not block, py-amqp itself asks again and again for the rest of a frame,
-    without end if the broker is frozen. After a TimeoutError it keeps what it has, over TLS too.
+    On a non-blocking socket, py-amqp retries the rest of a frame in a loop, without end if the
+    broker is frozen. After a TimeoutError, py-amqp keeps the received bytes, also over TLS.
     """
     try:
         return receive(max(size, at_once))
@@ -285,19 +285,18 @@ _RETURN: Final = (60, 50)
 _DELIVER: Final = (60, 60)
 _GET_OK: Final = (60, 71)
 
-#: The body of a message that is too large to be held; py-amqp expects one.
+#: The body in place of one that is too large; py-amqp expects a body.
 _NO_BODY: Final = b"-"
 
 
 class Seen(NamedTuple):
-    """What the frames of a message said, apart from its contents. A sender cannot forge it.
+    """Facts about a received message from its frames, which a sender cannot forge.
 
     Attributes:
-        properties_bytes: The size of its properties, headers among them.
-        unreadable: Why it cannot be read, in words; None if it can be.
-        marks: The headers that it was given for that.
-        skipped_bytes: The size of its body, if that is larger than the connection holds: the body
-            was not kept. None otherwise.
+        properties_bytes: The size of the properties, with the headers.
+        unreadable: Why the message cannot be read; None if it can be.
+        marks: The headers that were added to an unreadable message.
+        skipped_bytes: The size of a body that was dropped because it is too large; None otherwise.
     """
 
     properties_bytes: int = 0
@@ -307,18 +306,18 @@ class Seen(NamedTuple):
 
 
 def read_unreadable_properties(connection: Connection, max_bytes: int | None = None) -> None:
-    """Let an open connection deliver messages which py-amqp cannot read, until it is lost.
+    """Let an open connection deliver messages that py-amqp cannot read, until it is lost.
 
     If the properties of a message cannot be read, they are replaced by two headers: the error
     (:data:`.UNREADABLE`), and the raw bytes (:data:`.UNREADABLE_PROPERTIES`). If its exchange or
-    its routing key is not UTF-8, each byte that is not ASCII becomes a question mark, and the first
-    of these headers is added. The attribute ``rabbitdelay_seen`` of each message, a :class:`Seen`,
-    says the same, and cannot be forged.
+    its routing key is not UTF-8, every byte that is not ASCII becomes a question mark, and the
+    first of these headers is added. The attribute ``rabbitdelay_seen`` of every message, a
+    :class:`Seen`, has the same facts, and cannot be forged.
 
     Args:
         connection: The connection, which is open.
-        max_bytes: The largest body that is kept. A larger one is read and dropped, frame by frame,
-            so that it never takes memory; its message can only be rejected. None: any is kept.
+        max_bytes: The largest body that is kept. A larger body is dropped frame by frame, so that
+            it takes no memory; its message can only be rejected. None: every body is kept.
     """
     own: Any = connection.connection
     own.on_inbound_frame = _frame_handler(own, own.on_inbound_method, max_bytes)
@@ -327,8 +326,8 @@ def read_unreadable_properties(connection: Connection, max_bytes: int | None = N
 def _frame_handler(
     connection: Any, callback: Callback, max_bytes: int | None = None
 ) -> Callable[[Frame], bool]:
-    #: Of the message that arrives on each channel: what its frames said, and how many bytes of its
-    #: body are still to be dropped.
+    #: By channel, for the message that arrives there: the facts from its frames, and the number of
+    #: bytes of its body still to be dropped.
     seen: dict[int, Seen] = {}
     to_drop: dict[int, int] = {}
 
@@ -368,7 +367,7 @@ def _frame_handler(
         except Exception:
             reason = _why_unreadable(payload)
             if reason is None:
-                raise  # by a callback
+                raise  # an error of a callback
         before, properties = payload[: BEFORE_PROPERTIES.size], payload[BEFORE_PROPERTIES.size :]
         marks = {UNREADABLE: reason, UNREADABLE_PROPERTIES: bytes(properties)}
         why = f"its properties cannot be read: {reason}"
@@ -382,16 +381,16 @@ def _frame_handler(
 def _why_unreadable(payload: bytes) -> str | None:
     try:
         amqp.Message().inbound_header(payload)  # type: ignore[attr-defined]
-    except Exception as error:  # noqa: BLE001 - whatever the bytes make of it
+    except Exception as error:  # noqa: BLE001 - invalid bytes raise many kinds
         return shortened(error)
     return None
 
 
 def _readable_names(method: tuple[int, int], payload: bytes) -> tuple[bytes, str | None]:
-    """Return the arguments of a method that carries a message, with names that can be read.
+    """Make the exchange and the routing key in a method's arguments readable.
 
     Returns:
-        The arguments, and what was wrong with them, in words; None if nothing was.
+        The arguments, and a description of the problem; None if there was none.
     """
     if method == _DELIVER:
         begin = 14 + payload[4]  # after the consumer tag, the delivery tag and a bit
