@@ -198,10 +198,13 @@ def test_what_servers_and_workers_say_is_known_without_the_management_api() -> N
         ("danger", "The workers cannot be reached", "no reply")
     ]
     probes = {"late": {"hours": 75.0, "days": 0.2}, "missing": {}}
-    assert words(workers=Reading({"a": {PROBE: probes}, "b": {"error": "?"}})) == [
+    troubled = Reading[dict[str, Any]]({"a": {PROBE: probes}, "b": {"error": "?"}})
+    assert words(workers=troubled) == [
         ("danger", "A probe is missing or late by 1 min 15 s in level", "hours"),
         ("warning", "A worker cannot report its state:", "b"),
     ]
+    found = problems(look(), troubled, None, NOTHING_DUE, None, (), Counter())
+    assert [(each.page, each.rest) for each in found] == [("levels", ""), ("workers", "")]
 
 
 def test_tasks_that_are_due_are_named_with_what_holds_them() -> None:
