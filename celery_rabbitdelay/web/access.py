@@ -26,7 +26,7 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics.reading import Readings
-from celery_rabbitdelay.web.options import NOBODY, Options, Role, User, is_password
+from celery_rabbitdelay.web.options import DUMMY_HASH, Options, Role, User, is_password
 from celery_rabbitdelay.web.site import Site
 
 logger = logging.getLogger(__name__)
@@ -390,7 +390,7 @@ class Access:
             HTTPException: Name or password is wrong (401), or too many attempts wait (429).
         """
         users = self._options.users or {}
-        hashed = users[name]["password"] if name in users else NOBODY
+        hashed = users[name]["password"] if name in users else DUMMY_HASH
         proof = self.sessions.proof(hashed)
         is_known = known is not None and (known.name, known.proof) == (name, proof)
         # All unknown names count as one name, so they cannot push known names out of the memory.

@@ -19,10 +19,10 @@ from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.search import (
     Search,
     Until,
-    all_at,
-    at_once,
-    each_by,
+    by_delay,
     postpone_batches,
+    to_instant,
+    to_now,
 )
 from celery_rabbitdelay.web.site import Does, Verb, Work, in_batches, log_action
 from celery_rabbitdelay.web.waiting import rows
@@ -184,15 +184,15 @@ def _until(asked: Asked, action: str) -> Until | None:
     if action == "cancel":
         return None
     if action == "run-now":
-        return at_once()
+        return to_now()
     by, until = asked.duration("by"), asked.instant("until")
     if by and until is None:
-        return each_by(by)
+        return by_delay(by)
     if until is None or by is not None:
         takes = "takes a delay of more than 0 (90, 1h30m, 3d), or an instant as 'until'"
         raise Wrong("by", takes)
     try:
         check_max_delay(Due.at(until))
-        return all_at(until)
+        return to_instant(until)
     except (InvalidDelay, OverflowError) as wrong:
         raise Wrong("until", "is too far away") from wrong

@@ -42,7 +42,7 @@ _HASH: Final = re.compile(
 )
 
 #: The dummy hash for unknown names: they take as long as a wrong password.
-NOBODY: Final = (
+DUMMY_HASH: Final = (
     "scrypt:32768:8:3:AAAAAAAAAAAAAAAAAAAAAA==:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="
 )
 

@@ -185,7 +185,7 @@ class Span(NamedTuple):
         return at_ms is not None and self.cut(at_ms, at_ms + 1) == (at_ms, at_ms + 1)
 
 
-class Known(NamedTuple):
+class Context(NamedTuple):
     """The context of a search.
 
     Attributes:
@@ -202,20 +202,20 @@ class Known(NamedTuple):
     arguments: Callable[[str, str], str | None] | None = None
 
 
-def filter_of(query: Query, known: Known) -> Filter:
+def filter_of(query: Query, context: Context) -> Filter:
     """Translate a search into a filter of the registry's index.
 
     Raises:
         Wrong: A term is invalid.
     """
-    states, holds = query.states(), known.holds
-    due = query.span("due", holds.now, known.zone)
+    states, holds = query.states(), context.holds
+    due = query.span("due", holds.now, context.zone)
     is_due = bool(states) and "waiting" not in states
     if is_due:
         due = due.cut(None, holds.late_ms)
     elif states == {"waiting"}:
         due = due.cut(holds.late_ms, None)
-    kinds = kinds_of(query, known)
+    kinds = kinds_of(query, context)
     # Without open jobs, a task's kind alone decides whether the task is held.
     by_kind = is_due and not holds.of_jobs
     if by_kind:
@@ -228,14 +228,14 @@ def filter_of(query: Query, known: Known) -> Filter:
     names = {*_OF_TEXT} - {"task", "queue", *only}
     conditions: list[Callable[[Pending], bool]]
     conditions = [_matcher(query, each) for each in names if query.named(each)]
-    if (sent := query.span("sent", holds.now, known.zone)) != (None, None):
+    if (sent := query.span("sent", holds.now, context.zone)) != (None, None):
         conditions.append(lambda task: sent.has(task.sent))
     if states and states != {"waiting"} and not by_kind:
         conditions.append(lambda task: holds.state(task) in states)
     words = [("", *(part.lower() for part in each.parts), "") for each in query.named("")]
 
     def says(task: Pending, message: str) -> bool:
-        arguments = known.arguments and known.arguments(task.task, message)
+        arguments = context.arguments and context.arguments(task.task, message)
         texts = [(each or "").lower() for each in (task.key, arguments)]
         return all(
             # An id must begin with the word: random ids contain any short text somewhere.
@@ -243,7 +243,7 @@ def filter_of(query: Query, known: Known) -> Filter:
             for word in words
         )
 
-    if words and known.arguments is None:
+    if words and context.arguments is None:
         conditions.append(partial(says, message=""))
     return Filter(
         key=only.get("key"),
@@ -252,14 +252,14 @@ def filter_of(query: Query, known: Known) -> Filter:
         due_before_ms=due.end,
         kinds=frozenset(kinds) if is_of_kinds else None,
         where=(lambda task: all(each(task) for each in conditions)) if conditions else None,
-        says=says if words and known.arguments else None,
+        says=says if words and context.arguments else None,
     )
 
 
-def kinds_of(query: Query, known: Known) -> list[Kind]:
+def kinds_of(query: Query, context: Context) -> list[Kind]:
     """Return the kinds of waiting tasks that a search may match."""
     of_task, of_queue = _matcher(query, "task"), _matcher(query, "queue")
-    return [each for each in known.kinds if of_task(each) and of_queue(each)]
+    return [each for each in context.kinds if of_task(each) and of_queue(each)]
 
 
 def completions(text: str, values: Mapping[str, Sequence[str]]) -> list[str]:

@@ -17,7 +17,7 @@ from celery_rabbitdelay.registry.index import ALL_KINDS, Filter, KindCounts, Pen
 from celery_rabbitdelay.registry.record import Said, record_of
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.options import Options
-from celery_rabbitdelay.web.query import Known, Query, Span, filter_of, kinds_of
+from celery_rabbitdelay.web.query import Context, Query, Span, filter_of, kinds_of
 from celery_rabbitdelay.web.states import Holds
 
 #: The most records that a page of a search reads if no index holds exactly the matching tasks; and
@@ -65,7 +65,7 @@ class Search:
     Attributes:
         delays: The application's delays.
         query: The terms.
-        known: The context of the terms.
+        context: The context of the terms.
         filter: Selects the matching tasks.
         ids: The ids of the only candidates; None for any task.
         summary: The counts of waiting tasks by kind.
@@ -73,7 +73,7 @@ class Search:
 
     delays: RabbitDelay
     query: Query
-    known: Known
+    context: Context
     filter: Filter
     ids: Sequence[str] | None
     summary: Summary
@@ -97,14 +97,14 @@ class Search:
         instants = [holds.late_ms, *(now_ms + each for each in SOON.values()), *due]
         summary = registry.index.summary(instants, ALL_KINDS)
         shown = partial(arguments, options) if options.shows_arguments else None
-        known = Known(holds, zone, [each.kind for each in summary.kinds], shown)
-        wanted = filter_of(query, known)
+        context = Context(holds, zone, [each.kind for each in summary.kinds], shown)
+        wanted = filter_of(query, context)
         ids = query.texts("id") or None
         if len(query.terms) == 1 and (words := query.texts("")) and record_of(registry, words[0]):
             ids = words  # a pasted id
         if ids is None and wanted.key is not None:
             ids = registry.waiting_under(wanted.key)
-        return cls(delays, query, known, wanted, ids, summary)
+        return cls(delays, query, context, wanted, ids, summary)
 
     @property
     def needs_records(self) -> bool:
@@ -114,7 +114,7 @@ class Search:
     @property
     def cancelled(self) -> int:
         """How many tasks of the search's kinds are cancelled and not due yet."""
-        kinds = kinds_of(self.query, self.known)
+        kinds = kinds_of(self.query, self.context)
         return sum(each.cancelled for each in self.summary.kinds if each.kind in kinds)
 
     def found(self, after: tuple[int, str] | None, most: int) -> Found:
@@ -153,7 +153,7 @@ class Search:
     def counts(self, found: Found | None) -> Counts:
         """Count the matching tasks by value: the tasks in ``found`` or, if None, all."""
         counts: dict[str, Counter[str]] = defaultdict(Counter)
-        holds, now_ms = self.known.holds, milliseconds_of(self.known.holds.now)
+        holds, now_ms = self.context.holds, milliseconds_of(self.context.holds.now)
         for task in () if found is None else found.tasks:
             counts["state"][holds.state(task)] += 1
             for name, value in (("task", task.task), ("queue", task.queue), ("job", task.job)):
@@ -233,19 +233,19 @@ def postpone_batches(delays: RabbitDelay, wanted: Filter, until: Until) -> Itera
         yield done
 
 
-def all_at(instant: datetime) -> Until:
+def to_instant(instant: datetime) -> Until:
     """Return the function that postpones all tasks to one instant."""
     instant = instant_of(milliseconds_of(instant))
     return lambda _, due: None if due == instant else instant
 
 
-def at_once() -> Until:
+def to_now() -> Until:
     """Return the function that makes all tasks due now; a task moves only once."""
     now = instant_of(wall_clock.ms())
     return lambda _, due: None if now <= due <= wall_clock.now() else now
 
 
-def each_by(delay: timedelta) -> Until:
+def by_delay(delay: timedelta) -> Until:
     """Return the function that postpones tasks by a delay, counted from now for late tasks.
 
     A task that comes up again at its new place in the order does not move again.

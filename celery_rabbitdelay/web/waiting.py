@@ -73,12 +73,14 @@ def waiting(asked: Asked) -> dict[str, object]:
 
 def rows(search: Search, tasks: Sequence[Pending]) -> list[dict[str, object]]:
     """Return tasks with their states and their masked arguments."""
-    arguments, shown = search.known.arguments, []
+    arguments, shown = search.context.arguments, []
     ids = [each.task_id for each in tasks]
     messages = search.delays.registry.index.short_messages(ids) if arguments else [""] * len(ids)
     for task, message in zip(tasks, messages, strict=True):
         text = arguments and arguments(task.task, message)
-        shown.append({**task._asdict(), "state": search.known.holds.state(task), "arguments": text})
+        shown.append(
+            {**task._asdict(), "state": search.context.holds.state(task), "arguments": text}
+        )
     return shown
 
 

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.access import COOKIE, LASTS, Session, Sessions
 from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, fields_of
-from celery_rabbitdelay.web.options import NOBODY, User, hash_password, is_hash, is_password
+from celery_rabbitdelay.web.options import DUMMY_HASH, User, hash_password, is_hash, is_password
 from celery_rabbitdelay.web.pages import PAGES
 from celery_rabbitdelay.web.site import MOST_AT_ONCE, Verb, Work, Works, in_batches
 from tests.kernel.unit.waiting import wait_until
@@ -67,9 +67,9 @@ def test_a_hash_is_of_one_password_and_two_of_it_differ() -> None:
     assert is_hash(first)
     assert is_password("a word\ud800", first)
     assert not is_password("a word", first)
-    assert is_hash(NOBODY)
-    assert not is_password("", NOBODY)
-    for wrong in ("", "a word", "md5:1:1:1:x:y", None, 7, NOBODY[:-1]):
+    assert is_hash(DUMMY_HASH)
+    assert not is_password("", DUMMY_HASH)
+    for wrong in ("", "a word", "md5:1:1:1:x:y", None, 7, DUMMY_HASH[:-1]):
         assert not is_hash(wrong)
         assert not is_password("a word", str(wrong))
 

@@ -17,7 +17,7 @@ from celery_rabbitdelay.web.asked import Wrong
 from celery_rabbitdelay.web.query import (
     MOST_TERMS,
     NAMES,
-    Known,
+    Context,
     Query,
     Term,
     completions,
@@ -44,11 +44,11 @@ NOTHING_HELD = Holds(NOW)
 
 
 def found(
-    text: str, tasks: Sequence[Pending], holds: Holds = NOTHING_HELD, **known: Any
+    text: str, tasks: Sequence[Pending], holds: Holds = NOTHING_HELD, **context: Any
 ) -> list[str]:
     """Return the ids of the tasks that a search finds."""
     kinds = sorted({Kind(each.task, each.queue) for each in tasks})
-    wanted = filter_of(Query.of(text), Known(holds, TOKYO, kinds, **known))
+    wanted = filter_of(Query.of(text), Context(holds, TOKYO, kinds, **context))
     says = wanted.says or (lambda task, message: True)
     return [each.task_id for each in tasks if wanted.matches(each) and says(each, "a message")]
 
@@ -119,10 +119,10 @@ def test_a_search_finds_tasks(text: str, ids: str) -> None:
 
 
 def test_of_what_an_index_has_no_record_is_read() -> None:
-    known = Known(Holds(NOW), TOKYO, [Kind("pay", "mail"), Kind("ask", "mail")])
+    context = Context(Holds(NOW), TOKYO, [Kind("pay", "mail"), Kind("ask", "mail")])
 
     def wanted(text: str) -> Filter:
-        return filter_of(Query.of(text), known)
+        return filter_of(Query.of(text), context)
 
     for text in ("", "task:p*", "queue:mail state:overdue", "due:<2h state:waiting", "job:x"):
         assert not wanted(text).needs_records, text
@@ -220,7 +220,7 @@ def test_instants_are_lengths_of_time_days_and_spans(
 )  # fmt: skip
 def test_what_a_term_does_not_take_is_named_with_what_it_takes(text: str) -> None:
     with pytest.raises(Wrong) as wrong:
-        filter_of(Query.of(text), Known(NOTHING_HELD, TOKYO))
+        filter_of(Query.of(text), Context(NOTHING_HELD, TOKYO))
     assert wrong.value.detail.startswith((text, "q:"))
     assert ": takes " in wrong.value.detail
 
