@@ -30,7 +30,7 @@ from celery_rabbitdelay.web.workers import unserved
 #: the findings, which take some requests to that API per queue.
 DUE_PERIOD, SENT_PERIOD, FINDINGS_PERIOD = 5.0, 20.0, 60.0
 
-#: Seconds for which a request waits for new figures of the tracked tasks before it shows the last.
+#: Seconds for which a request waits for new figures of the tracked tasks before it shows old ones.
 DUE_PATIENCE: Final = 0.3
 
 #: The spans of the histogram, and its steps.

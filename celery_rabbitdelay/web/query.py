@@ -100,8 +100,8 @@ class Query(NamedTuple):
     """A search.
 
     Attributes:
-        terms: Its terms. A task must match one of the terms of every name, but all words and all
-            terms of ``due`` and ``sent``.
+        terms: Its terms. Terms with the same name are alternatives, except that all words and all
+            terms ``due`` and ``sent`` must match.
     """
 
     terms: tuple[Term, ...] = ()

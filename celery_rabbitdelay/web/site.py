@@ -92,7 +92,7 @@ class Site:
         self.delays = delays
         self.options = Options.of(delays.settings_of(WebSettings).web or {}, given)
         self.works = Works()
-        # Two connections, because reading the workers blocks one while it waits for answers.
+        # Two connections, because one of them waits for the workers' answers.
         self.queues_broker, self._workers = self._broker(), self._broker()
         self._readings: dict[str, Readings[Any]] = {}
         self._before: Status | None = None

@@ -118,7 +118,7 @@ def _history(
     if task.postponed == task.due:
         yield Event("past", None, "Rescheduled")
     here, (_, following) = HERE[state][0], HERE[once_due]
-    # Only a held task has one known queue; the reasons explain where an overdue task is.
+    # A held task is in the queue of paused tasks; the reasons explain where an overdue task is.
     names = task.may_be_in if state == "waiting" else {"paused"} if state == "held" else {}
     where = {name: count for name, count in task.may_be_in.items() if name in names}
     instants = [(task.due, "Due", queue)]

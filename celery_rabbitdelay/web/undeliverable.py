@@ -143,7 +143,7 @@ def _listed(kept: Kept) -> dict[str, object]:
 
 
 def message(asked: Asked) -> dict[str, object]:
-    """Return all that is known of one message that could not be delivered."""
+    """Return the details of one undeliverable message."""
     name = asked.fields.needed("name")
     for each in _latest(asked.site).value or ():
         if each.name == name:
@@ -151,13 +151,13 @@ def message(asked: Asked) -> dict[str, object]:
             body = record["body"] or {"text": None}
             text = body["text"] if body["text"] is not None else body.get("base64")
             return {"message": {**record, "body": text, "name": name}}
-    raise HTTPException(404, "This message is not among those that were read: it may have left.")
+    raise HTTPException(404, "The latest reading lacks this message: it may have left the queue.")
 
 
 def _record(asked: Asked, kept: Kept) -> dict[str, Any]:
-    """Return a message as ``undeliverable list --full`` does, without what may not be shown."""
+    """Return a message as ``undeliverable list --full`` does, with masked or hidden arguments."""
     record = read.as_record(kept.number, kept.message)
-    del record["amqp_properties"]  # for programs that send it again; it has the arguments, too
+    del record["amqp_properties"]  # for programs that resend messages; contains arguments
     options, task, headers = asked.site.options, record["task"] or "", record["headers"]
     for name in headers.keys() & ARGUMENTS:
         if (text := options.shown(task, str(headers.pop(name)))) is not None:
