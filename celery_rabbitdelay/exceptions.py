@@ -127,7 +127,7 @@ class InvalidDelayType(InvalidDelay, TypeError):
 
 
 class DelayTooLong(RabbitDelayError, ValueError):
-    """The delay is above what one pass through the levels can express.
+    """The delay is above the layout's capacity, the largest delay of one pass through the levels.
 
     Attributes:
         delay_ms: The requested delay, in milliseconds.
@@ -779,7 +779,7 @@ class InvalidManagementURL(RabbitDelayError, ValueError):
 
     url: str
 
-    text: ClassVar = "{self.url!r} is not a URL such as http://host:15672"
+    text: ClassVar = "invalid management URL {self.url!r}: give one such as http://host:15672"
 
 
 class ManagementUnavailable(RabbitDelayError, OperationalError):

@@ -52,8 +52,8 @@ EXPIRATION: Final = "rabbitdelay-expiration"
 #: :class:`EarlyHeader`.
 EARLY: Final = "rabbitdelay-early"
 
-#: Failed attempts to publish a message to its destination: their number, int; when the first one
-#: failed: int, milliseconds since 1970-01-01 UTC; and why it failed: str.
+#: Failed attempts to publish a message to its destination: their number, int; the time of the first
+#: failure, int, milliseconds since 1970-01-01 UTC; and its reason, str.
 ATTEMPTS: Final = "rabbitdelay-attempts"
 FAILED_SINCE: Final = "rabbitdelay-failed-since"
 FIRST_REASON: Final = "rabbitdelay-first-reason"
@@ -463,7 +463,7 @@ def parse(headers: Mapping[str, object]) -> tuple[DelayHeaders, dict[str, str]]:
 def unopened(headers: Mapping[str, object]) -> DelayHeaders:
     """Read the headers of a message that is passed on unchanged.
 
-    All headers stay except the broker's, also invalid ones and those of a later version.
+    All headers stay except the broker's, even invalid headers and headers of a later version.
     """
     parsed, _ = parse(headers)
     return parsed._replace(others={n: v for n, v in headers.items() if n not in BROKER_HEADERS})
@@ -538,7 +538,7 @@ def client_delay_ms(headers: Mapping[str, object]) -> int:
 
 
 def strip(headers: Mapping[str, object]) -> dict[str, object]:
-    """Return headers without those that the broker and this package added.
+    """Return headers without the broker's and this package's.
 
     The user's own ``x-*`` headers stay. Nested headers, to which tracers copy the others, are
     stripped too. py-amqp returns a name that is not UTF-8 as bytes.

@@ -158,9 +158,9 @@ class Layout:
     ) -> int:
         """Return the delay in the range [delay, delay + tolerance] that has the fewest stops.
 
-        A message stops once for each non-zero digit. A delay that is rounded up to a multiple of a
-        place value has only zeros below that place, so the result is such a multiple: the shortest
-        with the fewest stops, or with ``coarsest=True`` that of the largest place value.
+        A message stops once for each non-zero digit. A multiple of a place value has only zeros
+        below that place, so the result is the next such multiple: the shortest with the fewest
+        stops, or with ``coarsest=True`` the multiple of the largest place value.
         """
         longest_ms = min(delay_ms + tolerance_ms, self.capacity_ms)
         in_range: list[int] = []

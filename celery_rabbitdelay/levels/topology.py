@@ -277,7 +277,7 @@ class Topology:
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """All exchanges except those of the identity, in an order in which they can be declared."""
+        """All exchanges except guard and marker, in an order in which they can be declared."""
         first, *others = self.module_queues.exchanges
         return (first, *self.level_exchanges, self.delivery, *others)
 
@@ -323,7 +323,7 @@ class Topology:
 
     @cached_property
     def bindings(self) -> tuple[Binding, ...]:
-        """All bindings, except those of destination queues, which producers and workers declare."""
+        """All bindings, without the destinations' queues, which producers and workers bind."""
         distributed = self.keys.destination_pattern(DISTRIBUTION)
         return (
             *self.module_queues.bindings,

@@ -207,7 +207,7 @@ def short_string(text: str | bytes) -> bytes:
     Raises:
         struct.error: The text has more than 255 bytes.
     """
-    # py-amqp returns a text that it cannot decode as bytes.
+    # For a text that it cannot decode, py-amqp returns bytes.
     value = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     return _BYTE.pack(len(value)) + value
 

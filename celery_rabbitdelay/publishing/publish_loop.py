@@ -188,7 +188,7 @@ class PublishLoop:
         return bool(self._queued) and self._queued[0][0] <= time.monotonic()
 
     def add(self, publication: Publication) -> None:
-        """Queue a message behind those that are ready to be sent, without the source."""
+        """Queue a message that is not from the source, behind the messages ready to be sent."""
         publication.deadline = time.monotonic() + self.policy.timeout
         self._queue(publication, time.monotonic())
 

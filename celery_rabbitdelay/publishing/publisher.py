@@ -87,7 +87,7 @@ class Publisher:
             MessageRefused: The broker closed the channel: too large, invalid, or no write
                 permission.
             MessageReturned: No queue takes the message, or the exchange does not exist.
-            DeclarationRefused: The broker refused ``declare``, and all retries if the reason may
+            DeclarationRefused: The broker refused a declaration, and its retries if the reason may
                 pass.
             ConfirmTimeout: No confirm within the policy's ``timeout``.
             ConnectionBlocked: The broker blocked the connection until the ``timeout``.
