@@ -4,9 +4,9 @@ Check-in is an ingest queue for any AMQP client, meditation is the overflow loop
 the capacity, and distribution is the consumer that publishes to the final exchange. They run on
 kombu connections and know nothing of Celery, whose workers serve them.
 
-Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``limits`` (what a
-message may reach and cost), ``envelope`` and ``forwarding`` (the one way back into the levels,
-also for workers); then ``deliveries`` (what a worker serves and counts; how each message is taken
-and settled), ``attempts`` (what becomes of a message that is not taken), and ``service`` (the
-thread that receives, publishes and acknowledges, and connects again).
+Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``limits`` (the allowed
+destinations, sizes and delays), ``envelope`` and ``forwarding`` (the only way back into the levels,
+also for workers). Then read ``deliveries`` (consumes and acknowledges), ``answer_times`` (which
+destinations are slow), ``failures`` (retries or dead-letters a message that cannot be published)
+and ``service`` (the thread that consumes, publishes, acknowledges and reconnects).
 """

@@ -17,8 +17,9 @@ from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PermissionMissing, PublishError
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
-from celery_rabbitdelay.modules.attempts import SILENCE, AnswerTimes, Forwarder
+from celery_rabbitdelay.modules.answer_times import SILENCE, AnswerTimes
 from celery_rabbitdelay.modules.deliveries import MAX_HELD_BYTES, Deliveries, Module, Received
+from celery_rabbitdelay.modules.failures import Forwarder
 from celery_rabbitdelay.publishing import publish_loop
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.declaration import exists_or_hidden, opened_channel
@@ -111,7 +112,9 @@ class ModuleConsumer:
         self._published = 0
         #: Since when all of these wait for answers about their destinations.
         self._held_up_since: float | None = None
-        self._attempts = Forwarder(module, self._exists, self._wire.frame_max, service.answer_times)
+        self._forwarder = Forwarder(
+            module, self._exists, self._wire.frame_max, service.answer_times
+        )
         #: What the module's prefetch and window are multiplied by; 0: one message at a time.
         self._growth = 0
 
@@ -158,7 +161,7 @@ class ModuleConsumer:
         if channel.blocked is None:
             self._loop.check_time()
             # Only after the read: answers may lie in the socket if other greenlets ran for long.
-            silent_for, answer_times = self._loop.silent_for, self._attempts.answer_times
+            silent_for, answer_times = self._loop.silent_for, self._forwarder.answer_times
             if silent_for >= SILENCE and (stuck := answer_times.give_up_if_stuck(silent_for)):
                 names = ", ".join(stuck[:3])
                 raise ConnectionStuck(f"the broker answers nothing because of {names}")
@@ -190,7 +193,7 @@ class ModuleConsumer:
                 or len(self._loop.channel.unconfirmed) >= self._loop.window
             )
             may_grow = growth < MAX_GROWTH and silent_for >= SILENCE * growth and is_used_up
-        if not may_grow or (silent_for >= SILENCE and self._attempts.answer_times.overloaded):
+        if not may_grow or (silent_for >= SILENCE and self._forwarder.answer_times.overloaded):
             return
         self._growth = growth * 2 or 1
         deliveries.take(self._module.prefetch * self._growth)
@@ -199,7 +202,7 @@ class ModuleConsumer:
     def _next(self) -> Publication | None:
         """Return the next message to publish: the source of the publish loop."""
         waiting, unpacking, waits = self._deliveries.waiting, self._unpacking, 0
-        while self._attempts.bytes_in_flight < MAX_HELD_BYTES:
+        while self._forwarder.bytes_in_flight < MAX_HELD_BYTES:
             while waiting:
                 is_small = len(waiting[0].message.body) <= SMALL_BYTES
                 if len(unpacking) >= (SMALL_UNPACKED_AT_ONCE if is_small else UNPACKED_AT_ONCE):
@@ -219,9 +222,9 @@ class ModuleConsumer:
                 self._deliveries.settle(received)
                 waits, self._held_up_since = 0, None
             except Exception as error:  # noqa: BLE001 - anybody may have written the message
-                return self._attempts.refuse(received, error)
+                return self._forwarder.refuse(received, error)
             else:
-                publication = self._attempts.first(received, outgoing, self._loop.silent_for)
+                publication = self._forwarder.first(received, outgoing, self._loop.silent_for)
                 if publication is not None:
                     self._published += 1
                     if self._published % MESSAGES_PER_TURN == 0:
@@ -242,7 +245,7 @@ class ModuleConsumer:
         self._held_up_since = None
         for received in self._unpacking:
             if received.waits_for is not None:
-                self._attempts.answer_times.note_slow(received.waits_for)
+                self._forwarder.answer_times.note_slow(received.waits_for)
         return True
 
     def _exists(self, exchange: str) -> bool:
@@ -252,7 +255,7 @@ class ModuleConsumer:
 
     def _done(self, publication: Publication) -> None:
         """Handle a message that is settled: ``done`` of the publish loop."""
-        in_its_place = self._attempts.settled(publication)
+        in_its_place = self._forwarder.settled(publication)
         if in_its_place is not None:
             self._loop.send_first(in_its_place)
         self._deliveries.settle(publication.context[0])

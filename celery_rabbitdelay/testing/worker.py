@@ -34,7 +34,7 @@ from kombu import Message
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.modules import attempts
+from celery_rabbitdelay.modules import failures
 from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.registry import pauses
 from celery_rabbitdelay.worker.bootsteps import RestoreTasks
@@ -137,7 +137,7 @@ def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
         patch.object(pauses, "FRESH", 0.0),
         patch.object(pauses, "PER_SECOND", 1e-3),
         patch.object(pauses, "JITTER", 0.0),
-        patch.object(attempts, "ASK_AGAIN", 0.0),
+        patch.object(failures, "ASK_AGAIN", 0.0),
         patch.object(Request, "maybe_expire", _maybe_expire),
     ):
         yield

@@ -18,9 +18,10 @@ from celery_rabbitdelay.levels import warning_limit
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import LOGGED
-from celery_rabbitdelay.modules import attempts as attempts_module
-from celery_rabbitdelay.modules.attempts import AnswerTimes, Forwarder, MissingExchanges
+from celery_rabbitdelay.modules import failures
+from celery_rabbitdelay.modules.answer_times import AnswerTimes
 from celery_rabbitdelay.modules.deliveries import Module, Received
+from celery_rabbitdelay.modules.failures import Forwarder, MissingExchanges
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
 from celery_rabbitdelay.publishing.message import Content, Publication, headers_of
 from celery_rabbitdelay.publishing.wire import REJECT
@@ -58,10 +59,10 @@ class Consumer:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, frame_max: int = FRAME_MAX) -> None:
         self.clock = clock = Clock()
-        monkeypatch.setattr(attempts_module, "time", clock)
+        monkeypatch.setattr(failures, "time", clock)
         monkeypatch.setattr(warning_limit, "time", clock)
         timed = partial(MissingExchanges, clock=clock.monotonic)
-        monkeypatch.setattr(attempts_module, "MissingExchanges", timed)
+        monkeypatch.setattr(failures, "MissingExchanges", timed)
         self.exchanges = {"office", "rabbitdelay.seconds.x1"}
         self.asked: list[str] = []
         self.silent_for = 0.0
@@ -70,7 +71,7 @@ class Consumer:
             "distribution", TOPOLOGY, queue, lambda message: iter(()), 1, 1, TIMEOUT, 86_400.0
         )
         self.statistics = module.statistics
-        self.attempts = Forwarder(module, self._exists, frame_max, AnswerTimes(clock))
+        self.forwarder = Forwarder(module, self._exists, frame_max, AnswerTimes(clock))
 
     def _exists(self, exchange: str) -> bool:
         self.asked.append(exchange)
@@ -79,25 +80,25 @@ class Consumer:
     def has_to_wait(self, outgoing: Outgoing) -> bool:
         """Whether a message is not published before its destination has answered others."""
         received = Received(outgoing.message.amqp(), iter(()))
-        publication = self.attempts.first(received, outgoing, self.silent_for)
+        publication = self.forwarder.first(received, outgoing, self.silent_for)
         assert received.pending == 1 + (publication is not None)
         return publication is None
 
     def publish(self, outgoing: Outgoing) -> Publication:
         received = Received(outgoing.message.amqp(), iter(()))
-        publication = self.attempts.first(received, outgoing, self.silent_for)
+        publication = self.forwarder.first(received, outgoing, self.silent_for)
         assert publication is not None
         return publication
 
     def answer(self, publication: Publication, error: exceptions.PublishError) -> Publication:
         """Let a publication fail; return what is published in its place."""
         publication.error = error
-        in_its_place = self.attempts.settled(publication)
+        in_its_place = self.forwarder.settled(publication)
         assert in_its_place is not None
         return in_its_place
 
     def confirm(self, publication: Publication) -> None:
-        assert self.attempts.settled(publication) is None
+        assert self.forwarder.settled(publication) is None
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -252,7 +253,7 @@ def test_what_cannot_be_read_is_undeliverable_as_it_came(
     message: Any = amqp.Message(b"body", application_headers={"mine": 1})
     message.delivery_info = {"exchange": "rabbitdelay.delivery", "routing_key": "key"}
     received = Received(message, iter([for_queue()]))
-    given_up = consumer.attempts.refuse(received, error)
+    given_up = consumer.forwarder.refuse(received, error)
     assert next(received.outgoing, None) is None
     assert (given_up.content.body, headers(given_up)["mine"]) == (b"body", 1)
     assert is_undeliverable(given_up)
@@ -267,7 +268,7 @@ def test_what_a_later_version_can_read_waits_for_it(
 ) -> None:
     received = Received(amqp.Message(b"body"), iter([for_queue()]))
     received.message.delivery_info = {"exchange": "", "routing_key": "key"}
-    later = consumer.attempts.refuse(received, LaterVersion("it is of version 9"))
+    later = consumer.forwarder.refuse(received, LaterVersion("it is of version 9"))
     assert is_tried_again(later)
     assert headers(later)[header_names.ATTEMPTS] == 1
     assert "it is of version 9" in caplog.text
@@ -287,9 +288,9 @@ def test_what_undeliverable_never_takes_loses_its_headers_and_is_rejected(
     }
     received = bare.context[0]
     bare.error = REFUSED
-    assert consumer.attempts.settled(bare) is None
+    assert consumer.forwarder.settled(bare) is None
     assert (received.settlement, pending(bare)) == (REJECT, 0)
-    assert consumer.attempts.bytes_in_flight == 0
+    assert consumer.forwarder.bytes_in_flight == 0
 
 
 def fill(consumer: Consumer, queue: str = "letters") -> list[Publication]:
@@ -321,11 +322,11 @@ def test_a_message_is_held_while_its_destination_owes_many_answers(consumer: Con
     for other in (for_queue("other"), for_exchange("office"), for_queue()):
         assert not consumer.has_to_wait(other)
     received, outgoing = Received(amqp.Message(b"envelope"), iter(())), for_queue("office")
-    assert consumer.attempts.first(received, outgoing, 0.0) is None
+    assert consumer.forwarder.first(received, outgoing, 0.0) is None
     assert (received.held, received.waits_for) == (outgoing, "the queue 'office'")
     assert received.pending == 1
     consumer.confirm(first)
-    assert consumer.attempts.first(received, outgoing, 0.0) is not None
+    assert consumer.forwarder.first(received, outgoing, 0.0) is not None
     assert (received.held, received.waits_for, received.pending) == (None, None, 2)
 
 
@@ -372,5 +373,5 @@ def test_the_log_about_messages_of_strangers_is_finite(
         assert is_tried_again(consumer.publish(for_exchange(f"forged.{number}")))
     received = consumer.publish(for_exchange()).context[0]
     for number in range(300):
-        consumer.attempts.give_up(received, for_exchange(), f"reason {number}")
+        consumer.forwarder.give_up(received, for_exchange(), f"reason {number}")
     assert len(caplog.messages) == 2 * LOGGED

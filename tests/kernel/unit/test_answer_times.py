@@ -5,7 +5,8 @@ from itertools import count
 
 import pytest
 
-from celery_rabbitdelay.modules.attempts import AnswerTimes, MissingExchanges
+from celery_rabbitdelay.modules.answer_times import AnswerTimes
+from celery_rabbitdelay.modules.failures import MissingExchanges
 from tests.kernel.unit.clock import Clock
 
 #: How many messages a destination may have in flight at first, and at most if it is prompt.
