@@ -32,6 +32,10 @@ ABOUT: Final = "about"
 #: The maximum number of ids in one revoke, which a worker logs in one line.
 MAX_REVOKED: Final = 100
 
+#: Celery's answer of a worker that does not know the command, and the answer to show instead.
+_UNKNOWN_COMMAND: Final = {"error": repr(KeyError(COMMAND))}
+_PLAIN_WORKER: Final = {"error": "it runs without celery_rabbitdelay"}
+
 
 class DelayingControl(Control):
     """Celery's control commands; a revoke of a task that waits lasts until the task is due."""
@@ -123,13 +127,17 @@ def status_of_workers(
     Returns:
         The answers by the workers' names. An answer has the counts of each module by its name, the
         counts of :data:`ARRIVALS`, and :data:`ABOUT` on request; or it is ``{"error": reason}`` if
-        the worker lacks the command.
+        the worker cannot answer, for example because it runs without this package.
     """
     arguments = {ABOUT: True} if about else None
     answers = app.control.broadcast(
         COMMAND, arguments, reply=True, timeout=timeout, connection=connection
     )
-    return {worker: answer for each in answers or () for worker, answer in each.items()}
+    return {
+        worker: _PLAIN_WORKER if answer == _UNKNOWN_COMMAND else answer
+        for each in answers or ()
+        for worker, answer in each.items()
+    }
 
 
 #: The state of a tracked task that waits in the levels; one of Celery's custom states.

@@ -1,5 +1,8 @@
 """What the status computes from the depths of the queues, and how it shows them."""
 
+from typing import Any
+
+from celery_rabbitdelay.app.control import COMMAND, status_of_workers
 from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.operations import status
 from celery_rabbitdelay.publishing.declaration import Backlog
@@ -48,3 +51,21 @@ def test_rates_are_what_changed_between_two_looks_in_a_second() -> None:
     lines = list(status.status_lines(TOPOLOGY, after, with_digits=True))
     assert f"    {'hours.1':14} {40:10,}" in lines
     assert not any(line.strip().startswith("hours.2 ") for line in lines)
+
+
+def test_a_worker_without_the_package_is_named_in_words() -> None:
+    class App:
+        """Its workers answer as Celery's ``Mailbox.dispatch`` does, which reports errors so."""
+
+        @property
+        def control(self) -> Any:
+            return self
+
+        def broadcast(self, *_: object, **__: object) -> list[dict[str, object]]:
+            return [{"plain": {"error": repr(KeyError(COMMAND))}}, {"bad": {"error": "OSError()"}}]
+
+    app: Any = App()
+    workers = status_of_workers(app, app, 1.0)
+    lines = [*status.status_lines(TOPOLOGY, status.Status(0.0, backlog({}), workers))]
+    assert lines[-1] == "plain: cannot answer: it runs without celery_rabbitdelay"
+    assert lines[-2] == "bad: cannot answer: OSError()"
