@@ -110,7 +110,7 @@ class ProbeService(Service):
         return self.rounds
 
     def _serve_on(self, connection: Connection) -> bool:
-        logger.info("%s: serving the queue %s.", self.name, self.topology.probe.name)
+        logger.info("rabbitdelay %s: serving the queue %s.", self.name, self.topology.probe.name)
         channel = cast(Channel, connection.channel())
         with permissions_named(), Wire(connection).answers_within(self.timeout):
             channel.basic_qos(0, PREFETCH, False)

@@ -8,47 +8,50 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
-#: Seconds without an answer after which a destination gets no further messages until it answers.
+#: Seconds without an answer after which a destination counts as silent.
 SILENCE: Final = 1.0
 
-#: Messages in flight for one destination, at first. While a quorum queue owes a connection 32
-#: answers or more (``quorum_commands_soft_limit`` of the application ``rabbit``), RabbitMQ grants
-#: the connection no further credit, and reads nothing more from it after some hundred messages. All
-#: others would wait for that queue then (seen on 3.10.8 and 4.3.6).
+#: Initial limit of messages in flight for one destination. While a quorum queue owes a connection
+#: 32 confirms or more (``quorum_commands_soft_limit`` of the application ``rabbit``), RabbitMQ
+#: grants the connection no further credit, and stops reading from it after some hundred messages.
+#: The messages for all other queues would then wait for that queue (seen on 3.10.8 and 4.3.6).
 MAX_UNANSWERED: Final = 30
 
-#: The same for a destination that answers promptly while it has as many as it may have: each answer
-#: allows one more, up to this number. With 30, distribution publishes two thirds as many a second.
+#: Upper limit of messages in flight for a destination that answers promptly: every prompt answer
+#: raises its limit by one, up to this number. With a limit of 30, distribution's rate drops by a
+#: third.
 MAX_PROMPT: Final = 300
 
-#: Seconds in which a prompt destination answers, and after which it is forgotten that it did.
+#: A destination is prompt if it answers within this many seconds. If its limit is not reached for
+#: as long, the limit is reset.
 PROMPT: Final = 0.1
 
-#: Seconds without any answer after which a connection is given up on which a destination has more
-#: than :data:`MAX_UNANSWERED` messages in flight: the broker reads nothing more from it.
+#: Seconds without any answer after which a connection is closed if a destination has more than
+#: :data:`MAX_UNANSWERED` messages in flight on it: the broker has stopped reading from it.
 STUCK_AFTER: Final = 3.0
 
-#: Seconds for which a destination that held up others gets no more messages than it answers.
+#: Seconds for which a destination that held up others is limited to :data:`MAX_UNANSWERED`
+#: messages in flight.
 SLOW_FOR: Final = 10.0
 
-#: Names that are remembered, for each purpose: anybody may send messages for others.
+#: Limit of remembered names, per purpose: clients may send messages for any number of names.
 MAX_REMEMBERED: Final = 1000
 
-#: Whether a destination may get another message: if it is full, that one has to wait until others
-#: are answered; if it is silent, it should not be published at all.
+#: Whether a destination may get another message. If the destination is full, the message waits for
+#: an answer to an earlier one; if it is silent, the message goes back into the levels.
 State: TypeAlias = Literal["ready", "full", "silent"]
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Destination:
-    """The messages that were sent to a destination, and how it has answered.
+    """A destination's messages in flight, and its limit.
 
     Attributes:
-        sent: When each message in flight was sent, the oldest first.
-        is_silent: Whether it has not answered until time was up: it gets one message at a time.
-        slow_until: Until when it gets no more messages than it answers.
-        limit: How many messages it may have, if it has had as many lately.
-        full_at: When it had as many.
+        sent: The send time of every message in flight, the oldest first.
+        is_silent: Whether its last message timed out: it gets one message at a time.
+        slow_until: Until when it is limited to :data:`MAX_UNANSWERED` messages in flight.
+        limit: The maximum of messages in flight, if they were as many lately.
+        full_at: When the limit was last reached.
     """
 
     sent: dict[Hashable, float] = field(default_factory=dict)
@@ -60,36 +63,36 @@ class _Destination:
 
 @dataclass(eq=False, repr=False)
 class AnswerTimes:
-    """The messages in flight, and which destinations do not answer.
+    """The messages in flight per destination, and the destinations that do not answer.
 
-    RabbitMQ confirms a message for a quorum queue once a majority of its replicas has it. If a
-    queue has no majority, there is neither an ack nor a nack until it has one again. So what is
-    known of destinations outlives a connection.
+    RabbitMQ confirms a message for a quorum queue once a majority of its replicas has the message.
+    While a queue has no majority, RabbitMQ sends neither an ack nor a nack. A new connection
+    changes nothing about that, so the state of destinations outlives a connection.
 
     Attributes:
         clock: Returns seconds, as :func:`time.monotonic`.
     """
 
     clock: Callable[[], float] = time.monotonic
-    #: The destinations that have got messages, the oldest first; None stands for the levels.
+    #: The destinations in the order of their first messages; None stands for the levels.
     _known: dict[str | None, _Destination] = field(default_factory=dict)
-    #: The latest time of sending of all messages that were answered.
+    #: The latest send time of all answered messages.
     _answered_until: float = 0.0
 
     def begin(self) -> None:
-        """Forget the messages in flight: there is another connection."""
+        """Forget the messages in flight, on a new connection."""
         for destination in self._known.values():
             destination.sent.clear()
 
     def sent(self, message: Hashable, destination: str | None) -> None:
-        """Note that a message is sent to a destination; None if it goes into the levels."""
+        """Record that a message is sent to a destination, or into the levels (None)."""
         if destination not in self._known and len(self._known) >= MAX_REMEMBERED:
             idle = (name for name, known in self._known.items() if not known.sent)
             self._known.pop(next(idle, destination), None)
         self._known.setdefault(destination, _Destination()).sent[message] = self.clock()
 
     def settled(self, message: Hashable, destination: str | None, in_time: bool = True) -> None:
-        """Note that the broker has acked, nacked or returned a message; or that time is up."""
+        """Record that the broker has acked, nacked or returned a message, or that it timed out."""
         known = self._known[destination]
         sent_at = known.sent.pop(message)
         known.is_silent = not in_time
@@ -101,13 +104,14 @@ class AnswerTimes:
     def state_of(self, destination: str, broker_silent_for: float) -> State:
         """Return whether a destination may get another message.
 
-        If the broker is slow for all, answers come in the order of sending. So a destination is
-        silent if a message that was sent a second later is answered; or if nothing at all was
-        answered for a second, when it is unknown which destination is the cause.
+        If the broker is slow for all destinations, answers come in the order of sending. So a
+        destination is silent if a message for another one, sent a second later, is answered
+        already. If the broker answers nothing at all for a second, any destination may be the
+        cause, so all of them count as silent.
 
         Args:
             destination: The destination.
-            broker_silent_for: For how many seconds the broker has answered nothing at all.
+            broker_silent_for: Seconds since the broker's last answer about any destination.
         """
         known, now = self._known.get(destination), self.clock()
         if known is None or not known.sent:
@@ -127,15 +131,15 @@ class AnswerTimes:
         return "full"
 
     def note_slow(self, destination: str) -> None:
-        """Note that others wait for a destination, which has as many messages as it may have."""
+        """Record that a full destination holds up messages for other destinations."""
         known = self._known.setdefault(destination, _Destination())
         known.slow_until = self.clock() + SLOW_FOR
 
     def give_up_if_stuck(self, broker_silent_for: float) -> list[str]:
-        """Return the destinations for which the broker may read nothing more; they count as silent.
+        """Return the destinations that may have made the broker stop reading; mark them as silent.
 
         Args:
-            broker_silent_for: For how many seconds the broker has answered nothing at all.
+            broker_silent_for: Seconds since the broker's last answer about any destination.
         """
         if broker_silent_for < STUCK_AFTER:
             return []
@@ -148,7 +152,7 @@ class AnswerTimes:
     def overloaded(self) -> list[str]:
         """Destinations with more messages in flight than :data:`MAX_UNANSWERED`.
 
-        If they are silent, the broker may answer nothing at all on this connection.
+        If they are silent, the broker may stop reading from this connection.
         """
         return [
             name

@@ -1,4 +1,4 @@
-"""What a module takes from its queue: each message is checked, counted and settled here."""
+"""The consumer of a module's queue: checks, counts and settles every message."""
 
 from __future__ import annotations
 
@@ -24,29 +24,28 @@ logger = logging.getLogger(__name__)
 #: The maximum prefetch count of AMQP, a 16-bit number.
 MAX_PREFETCH: Final = 65_535
 
-#: Bytes of received messages that a module holds, and bytes that it has in flight, unless a single
-#: message has more.
+#: Limit of the bytes of received messages that a module holds, and of the bytes that it has in
+#: flight. A single message may exceed it.
 MAX_HELD_BYTES: Final = 64 * 2**20
 
-#: How many times their bytes the headers of a message take at most, once Python has read them
-#: (measured with tracemalloc: a table of names of two characters, without values, takes 22 times).
+#: The memory of a message's headers in Python, as a multiple of their encoded bytes, at most
+#: (measured with tracemalloc: 22 for a table of two-character names without values).
 HEADER_EXPANSION: Final = 25
 
-#: The messages of which the largest one says how many are taken ahead.
+#: The largest of this many latest messages determines the prefetch count.
 LATEST: Final = 200
 
 
 @dataclass(eq=False)
 class ModuleStatistics:
-    """Counts what a module does.
+    """The counts of a module.
 
     Attributes:
-        received: How many messages the module has received.
-        finished: How many of these it has acknowledged.
-        published: How many messages it has published, confirmed.
-        redelivered: How many messages it has put into the levels because their destination did not
-            take them.
-        undeliverable: How many messages it has put into ``undeliverable``, confirmed.
+        received: Received messages.
+        finished: Acknowledged or rejected messages.
+        published: Published and confirmed messages.
+        redelivered: Messages put into the levels because their destination did not take them.
+        undeliverable: Messages put into ``undeliverable``.
     """
 
     received: int = 0
@@ -62,23 +61,24 @@ class ModuleStatistics:
 
 @dataclass(frozen=True)
 class Module:
-    """A module, as a worker serves it.
+    """A module that a worker serves.
 
     Attributes:
         name: Its name.
         topology: The topology that its queue belongs to.
         queue: The queue.
         receive: Takes a message; returns the messages to publish for it.
-        prefetch: How many messages are taken from the queue before the first is acknowledged.
-        max_unconfirmed: How many messages may be in flight, unconfirmed.
-        timeout: Seconds without any confirm until the connection is given up; and without the
-            confirm of one message until that one is put into the levels, to be tried again.
-        retry_for: Seconds during which a message that its destination does not take is tried
-            again; after that, it is undeliverable.
-        signing_keys: What signs the messages that wait to be tried again; None: nothing does.
-        max_bytes: The largest message that is read. The broker dead-letters a larger one to
-            ``undeliverable``; it never takes memory here.
-        admit: Removes from a received message what its sender may not say; None: it may say all.
+        prefetch: The prefetch count of its consumer.
+        max_unconfirmed: How many messages may be in flight.
+        timeout: Seconds without any confirm after which the connection is closed; also seconds
+            without the confirm of one message after which that message goes into the levels, for a
+            retry.
+        retry_for: Seconds for which a message is retried that its destination does not take; then
+            the message is undeliverable.
+        signing_keys: Signs the messages that wait for a retry; None: they stay unsigned.
+        max_bytes: The largest message that is read. The broker dead-letters larger ones to
+            ``undeliverable``; they never take memory here.
+        admit: Removes the headers that a sender may not set; None: it may set all.
         statistics: The counts of its messages.
     """
 
@@ -98,17 +98,17 @@ class Module:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Received:
-    """A received message, and what is left to do about it.
+    """A received message and its state.
 
     Attributes:
         message: The message.
         outgoing: The messages to publish for it.
         cost: The bytes of memory that it takes at most.
         held: The next message to publish, if it has to wait for its destination.
-        waits_for: That destination.
-        pending: How many things have to happen before it is settled: each message that was
-            published for it has to be, and ``outgoing`` has to be exhausted.
-        settlement: How it is settled then.
+        waits_for: The destination of ``held``.
+        pending: The number of messages in flight for it, plus one until ``outgoing`` is exhausted.
+            It is settled at 0.
+        settlement: How it is settled.
     """
 
     message: amqp.Message
@@ -121,9 +121,9 @@ class Received:
 
 
 class HeldBytes:
-    """The bytes of the messages that a consumer has taken and not finished.
+    """The bytes of a consumer's unsettled messages.
 
-    RabbitMQ has no prefetch in bytes (https://www.rabbitmq.com/docs/specification). So a prefetch
+    RabbitMQ has no prefetch in bytes (https://www.rabbitmq.com/docs/specification). So the prefetch
     count is derived from the largest of the latest messages.
 
     Args:
@@ -139,7 +139,7 @@ class HeldBytes:
         self._latest = deque([1], maxlen=LATEST)
 
     def take(self, cost: int) -> bool:
-        """Return whether a message that has arrived is held; a single one always is."""
+        """Return whether an arriving message fits into the budget; a single message always does."""
         self._latest.append(cost)
         has_room = not self.held or self.held + cost <= self._budget
         if has_room:
@@ -153,27 +153,28 @@ class HeldBytes:
 
     @property
     def fitting(self) -> int:
-        """How many messages of the largest size lately seen fit into half of the budget."""
+        """How many messages as large as the largest recent one fit into half of the budget."""
         return max(self._budget // 2 // max(*self._latest, 1), 1)
 
 
 class Deliveries:
-    """Consumes a module's queue on a channel of its own, and settles what it has taken.
+    """Consumes a module's queue on a channel of its own, and settles its messages.
 
-    If the messages that are held take more than the budget of bytes, further ones are given back at
-    once, and the consumer is cancelled until half of the budget is free. It goes on with a prefetch
-    count that fits the largest of the latest messages, and raises it again once they are smaller:
-    cancelled and begun anew, as AMQP cannot raise the prefetch of a consumer.
+    If the held messages exceed the budget of bytes, further messages are requeued at once, and the
+    consumer is cancelled until half of the budget is free. Then it consumes with a prefetch count
+    that fits the largest of the latest messages, and raises the count once messages are smaller. To
+    raise it, the consumer is cancelled and created again: AMQP cannot change the prefetch count of
+    a consumer.
 
     Args:
-        connection: A connection that is open.
+        connection: An open connection.
         module: The module.
 
     Attributes:
-        waiting: The messages that were taken, and for which nothing was published yet.
-        unfinished: How many messages were taken and are not settled.
-        are_redelivered: Whether each message so far was delivered before.
-        consuming: Whether messages are to be taken.
+        waiting: The received messages for which nothing was published yet.
+        unfinished: The number of unsettled messages.
+        are_redelivered: Whether all messages so far were redelivered.
+        consuming: Whether to consume.
         channel: The channel.
     """
 
@@ -186,18 +187,18 @@ class Deliveries:
         # Bodies stay bytes.
         self.channel.auto_decode = False
         self._unread = WarningLimit(
-            logger, f"{module.name}: messages above rabbitdelay_max_message_bytes"
+            logger, f"rabbitdelay {module.name}: messages above rabbitdelay_max_message_bytes"
         )
         self._wire = wire.Wire(connection)
         self._module = module
         self._statistics = module.statistics
         self._held = HeldBytes()
-        #: The prefetch count that is wanted, and the one that is set, which fits the budget.
+        #: The prefetch count that the module wants, and the one in use, which fits the budget.
         self._wanted = self._prefetch = 1
         self._consumers = 0
         self._tag: str | None = None
         self._former_tag: str | None = None
-        #: The delivery tags that are settled with the next :meth:`write`, by how.
+        #: The delivery tags that the next :meth:`write` settles.
         self._settled: dict[wire.Settlement, list[int]] = {
             wire.ACK: [],
             wire.REJECT: [],
@@ -205,13 +206,13 @@ class Deliveries:
         }
 
     def take(self, prefetch: int) -> None:
-        """Take at most this many messages ahead, from now on."""
+        """Consume with this prefetch count from now on."""
         self._wanted, self.consuming = min(prefetch, MAX_PREFETCH), True
         self._cancel()
         self._consume()
 
     def stop(self) -> None:
-        """Take no more messages, and give back those for which nothing was published yet."""
+        """Stop consuming, and requeue the messages for which nothing was published yet."""
         self.consuming = False
         self._cancel()
         self.unfinished -= len(self.waiting)
@@ -221,7 +222,7 @@ class Deliveries:
             )
 
     def adapt(self) -> None:
-        """Go on if there is room again; raise the prefetch count if the messages are smaller."""
+        """Consume again once there is room; raise the prefetch count if messages are smaller."""
         if not self.consuming:
             return
         doubled = min(self._prefetch * 2, self._wanted)
@@ -233,7 +234,7 @@ class Deliveries:
             self._consume()
 
     def settle(self, received: Received) -> None:
-        """Settle a message with the next :meth:`write`, if nothing is pending for it any more."""
+        """Settle a message with the next :meth:`write`, unless something is pending for it."""
         if received.pending:
             return
         self.unfinished -= 1
@@ -242,7 +243,7 @@ class Deliveries:
         self._statistics.finished += 1
 
     def write(self) -> None:
-        """Write what was settled."""
+        """Write the frames that settle messages."""
         number, frames = self.channel.channel_id, b""
         for how, tags in self._settled.items():
             if tags:
@@ -260,7 +261,7 @@ class Deliveries:
             self._tag = self.channel.basic_consume(
                 self._module.queue.name, tag, callback=self._received
             )
-        # py-amqp keeps the callback of a consumer that was cancelled without waiting.
+        # py-amqp keeps the callback of a consumer that was cancelled with ``nowait``.
         self.channel.callbacks.pop(self._former_tag, None)
 
     def _cancel(self) -> None:
@@ -271,7 +272,7 @@ class Deliveries:
             self.channel.basic_cancel(tag)
 
     def _received(self, message: amqp.Message) -> None:
-        """Check a message that has arrived: it is held, given back, or rejected unread."""
+        """Hold, requeue, or reject (unread) a message that has arrived."""
         module = self._module
         seen: wire.Seen = cast(Any, message).rabbitdelay_seen
         cost = len(message.body) + HEADER_EXPANSION * seen.properties_bytes
@@ -293,10 +294,11 @@ class Deliveries:
         self.waiting.append(Received(message, outgoing, cost))
 
     def _reject_unread(self, message: amqp.Message, size: int) -> None:
-        """Let the broker put a message into ``undeliverable`` whose body was not kept."""
+        """Let the broker dead-letter a message to ``undeliverable`` whose body was skipped."""
         if self._unread.allows(size):
             logger.warning(
-                "%s: a message of %s bytes is undeliverable: rabbitdelay_max_message_bytes is %s",
+                "rabbitdelay %s: a message of %s bytes is undeliverable: "
+                "rabbitdelay_max_message_bytes is %s",
                 self._module.name,
                 f"{size:,}",
                 f"{self._module.max_bytes:,}",
@@ -307,21 +309,21 @@ class Deliveries:
         self._settled[wire.REJECT].append(cast(int, message.delivery_tag))
 
     def _give_back(self, message: amqp.Message) -> None:
-        """Give a message back that the budget does not hold, and take no more until it does."""
+        """Requeue a message that exceeds the budget; stop consuming until there is room."""
         if self._tag is not None:
             logger.info(
-                "%s: %s bytes of messages are held; the next ones are taken later.",
-                self._module.queue.name,
-                self._held.held,
+                "rabbitdelay %s: stops consuming for now, with %s bytes of unsettled messages.",
+                self._module.name,
+                f"{self._held.held:,}",
             )
-            # Without waiting for the answer, because frames are being read. Before the messages are
-            # given back, so that the broker does not deliver them here again.
+            # With ``nowait``, because this is called while frames are read. Before the message is
+            # requeued, so that the broker does not deliver it here again.
             self.channel.basic_cancel(self._tag, nowait=True)
             self._former_tag, self._tag = self._tag, None
         self._settled[wire.REQUEUE].append(cast(int, message.delivery_tag))
 
 
 def _unreadable(reason: str) -> Iterator[Outgoing]:
-    """Refuse a message when it is its turn."""
+    """Raise the error when it is the message's turn to be published."""
     raise UnprocessableMessage(reason)
     yield

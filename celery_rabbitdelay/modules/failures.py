@@ -27,23 +27,23 @@ logger = logging.getLogger(__name__)
 #: Seconds until the broker is asked again for an exchange that did not exist.
 ASK_AGAIN: Final = 1.0
 
-#: Exchanges in a second of which the broker says that they do not exist. Each answer takes a
-#: channel and some milliseconds, in which the module publishes nothing.
+#: Limit of missing exchanges found per second. Every such answer costs a channel and some
+#: milliseconds in which the module publishes nothing.
 MAX_MISSING: Final = 20
 
-#: The context of a publication: the received message, and what is published for it.
+#: The context of a publication: the received message, and the message published for it.
 Origin: TypeAlias = tuple[Received, Outgoing]
 
 
 @dataclass(eq=False, repr=False)
 class MissingExchanges:
-    """Which exchanges exist, as far as the broker was asked.
+    """A cache of the broker's answers about exchanges.
 
-    Publishing to an exchange that does not exist closes the channel, with all that is in flight.
+    Publishing to a missing exchange closes the channel, and fails all messages in flight on it.
 
     Attributes:
         ask: Asks the broker whether an exchange exists.
-        always: Exchanges that exist, and are never asked for.
+        always: Exchanges that always exist: the broker is not asked.
         clock: Returns seconds, as :func:`time.monotonic`.
     """
 
@@ -51,18 +51,18 @@ class MissingExchanges:
     always: Collection[str]
     clock: Callable[[], float] = time.monotonic
     _known: set[str] = field(default_factory=set)
-    #: Until when exchanges count as missing.
+    #: The missing exchanges, with the time until which the answer is cached.
     _missing: dict[str, float] = field(default_factory=dict)
 
     def why_missing(self, exchange: str, is_limited: bool = True) -> str | None:
-        """Return why not to publish to an exchange; None if it exists.
+        """Return why an exchange cannot be published to; None if it exists.
 
-        The broker is asked again after a second. If it has said of many others that they do not
-        exist, within a second, it is not asked: it is unknown then whether this one does.
+        A missing exchange is looked up again after a second. After :data:`MAX_MISSING` missing
+        exchanges within a second, the broker is not asked about further names.
 
         Args:
             exchange: Its name.
-            is_limited: Whether a stranger may have chosen the name.
+            is_limited: Whether that limit applies: a client may have chosen the name.
         """
         if exchange in self.always or exchange in self._known:
             return None
@@ -71,8 +71,8 @@ class MissingExchanges:
         if exchange not in self._missing:
             if is_limited and len(self._missing) >= MAX_MISSING:
                 return (
-                    f"the broker was not asked for the exchange {shortened(exchange)}: in one "
-                    f"second, it was asked for {len(self._missing)} others that do not exist"
+                    f"the exchange {shortened(exchange)} was not looked up, because "
+                    f"{len(self._missing)} others were missing within one second"
                 )
             if self.ask(exchange):
                 if len(self._known) >= MAX_REMEMBERED:
@@ -83,37 +83,39 @@ class MissingExchanges:
         return no_exchange(exchange)
 
     def add(self, exchange: str) -> None:
-        """Note that the broker has just said that an exchange is missing."""
+        """Record that the broker has reported an exchange as missing."""
         self._known.discard(exchange)
         if len(self._missing) < MAX_REMEMBERED:
             self._missing[exchange] = self.clock() + ASK_AGAIN
 
 
 def no_exchange(exchange: str) -> str:
-    """Say that an exchange does not exist."""
+    """Return the reason for an exchange that does not exist."""
     return f"there is no exchange {exchange!r}"
 
 
 @dataclass(eq=False, repr=False)
 class Forwarder:
-    """Turns messages into publications, and replaces each publication that fails by another one.
+    """Turns messages into publications, and replaces every failed publication.
 
-    ================================== ====================================================
-    the destination does not take it   the levels; undeliverable after too long
-    only a later version can read it   the levels; undeliverable after too long
-    it cannot be published, ever       ``undeliverable``
-    the levels do not take it          the levels again; the route is computed anew
-    ``undeliverable`` does not take it ``undeliverable`` again
-    ``undeliverable`` never takes it   ``undeliverable`` without its headers; then the received
-                                       message is rejected, so that the broker puts it there
-    ================================== ====================================================
+    ==================================== ====================================================
+    failure                              replaced by a publication to
+    ==================================== ====================================================
+    the destination does not take it     the levels; after ``retry_for``, ``undeliverable``
+    it requires a later version          the levels; after ``retry_for``, ``undeliverable``
+    it can never be published            ``undeliverable``
+    the levels nack it                   the levels again, by a new route
+    ``undeliverable`` nacks it           ``undeliverable`` again
+    ``undeliverable`` can never take it  ``undeliverable`` without the headers; then the received
+                                         message is rejected, and the broker dead-letters it
+    ==================================== ====================================================
 
     Attributes:
         module: The module.
         exists: Asks the broker whether an exchange exists.
-        frame_max: The bytes of a frame of the connection.
-        answer_times: What is known of destinations, also from former connections.
-        bytes_in_flight: The bytes of the bodies that are published and not settled.
+        frame_max: The frame size of the connection, in bytes.
+        answer_times: The state of destinations, kept across connections.
+        bytes_in_flight: The bytes of the bodies in flight.
     """
 
     module: Module
@@ -123,7 +125,7 @@ class Forwarder:
     bytes_in_flight: int = 0
 
     def __post_init__(self) -> None:
-        """Begin to note answers, and to count warnings."""
+        """Start with no message in flight."""
         self.statistics = self.module.statistics
         self.name, topology = self.module.name, self.module.topology
         self.undeliverable = topology.module_queues.undeliverable.exchange.name
@@ -132,22 +134,23 @@ class Forwarder:
         )
         self.answer_times.begin()
         self.missing = MissingExchanges(self.exists, frozenset(("", self.undeliverable)))
-        self._not_taken = WarningLimit(logger, f"{self.name}: messages that are tried again")
-        self._given_up = WarningLimit(logger, f"{self.name}: undeliverable messages")
-        self._later = WarningLimit(logger, f"{self.name}: messages of a later version", HOUR)
+        log_name = f"rabbitdelay {self.name}"
+        self._not_taken = WarningLimit(logger, f"{log_name}: retried messages")
+        self._given_up = WarningLimit(logger, f"{log_name}: undeliverable messages")
+        self._later = WarningLimit(logger, f"{log_name}: messages of a later version", HOUR)
 
     def first(
         self, received: Received, outgoing: Outgoing, broker_silent_for: float
     ) -> Publication | None:
-        """Return the publication of a message, or of what is published in its place.
+        """Return the first publication for a message: to its destination, or in its place.
 
         Args:
-            received: The message that it is published for.
+            received: The received message that it is published for.
             outgoing: The message.
-            broker_silent_for: For how many seconds the broker has answered nothing at all.
+            broker_silent_for: Seconds since the broker's last answer about any destination.
 
         Returns:
-            None if the message has to wait until its destination has answered others.
+            None if the message has to wait because its destination is full.
         """
         destination, state = self._destination(outgoing), "ready"
         if destination is not None:
@@ -164,13 +167,13 @@ class Forwarder:
             outgoing.address[0], is_limited=destination is not None
         )
         if obstacle is None and state == "silent":
-            obstacle = f"{destination} does not answer, or too slowly"
+            obstacle = f"{destination} answers too slowly, or not at all"
         if obstacle is not None:
             return self._try_later(received, outgoing, obstacle)
         return self._publication(received, outgoing, content)
 
     def settled(self, publication: Publication) -> Publication | None:
-        """Count a message that is settled; return what to publish in its place, if it has failed.
+        """Record a settled publication; return its replacement if it has failed.
 
         Raises:
             PublishError: ``undeliverable`` cannot be published to.
@@ -193,7 +196,7 @@ class Forwarder:
                 raise error
             return self._refused_by_undeliverable(received, outgoing, error)
         if isinstance(error.__cause__, NotFound):
-            # Those behind it are put into the levels without closing the channel.
+            # The next messages for it go into the levels, and do not close the channel.
             self.missing.add(outgoing.address[0])
         reason = _reason(error, outgoing)
         if destination is None or isinstance(error, exceptions.MessageRefused):
@@ -202,7 +205,7 @@ class Forwarder:
         return self._try_later(received, outgoing, reason, makes_copies)
 
     def _destination(self, outgoing: Outgoing) -> str | None:
-        """Return the queue or exchange that may not take a message, in words.
+        """Return the name of a message's destination.
 
         None if the message goes into the levels or to ``undeliverable``.
         """
@@ -218,25 +221,25 @@ class Forwarder:
         undeliverable: Outgoing | None = None,
         error: Exception | None = None,
     ) -> Publication:
-        """Return the publication that puts a message into ``undeliverable``.
+        """Return the publication of a message to ``undeliverable``.
 
         Args:
-            received: The message that it is published for.
+            received: The received message that it is published for.
             outgoing: The message.
             reason: Why it cannot be delivered.
-            undeliverable: The message for ``undeliverable``, if it has been made already.
-            error: An error that nobody expects, for the log.
+            undeliverable: The message for ``undeliverable``, if it exists already.
+            error: An unexpected error, logged with its traceback.
         """
         if self._given_up.allows(reason):
             level = logging.WARNING if error is None else logging.ERROR
-            text = "%s: a message is undeliverable: %s"
+            text = "rabbitdelay %s: a message is undeliverable: %s"
             logger.log(level, text, self.name, reason, exc_info=error)
         redriven = unopened(headers_of(received.message)).redriven
         refused = undeliverable or forwarding.to_undeliverable(
             self.module.topology, outgoing, reason, redriven
         )
         if outgoing.is_authentic:
-            # The module has made it of one that it has let in, so that it may be redriven.
+            # The module has accepted its original, so it may be redriven.
             refused = refused._replace(message=signed(refused.message, self.module.signing_keys))
         try:
             content = forwarding.encoded(refused, self.frame_max)
@@ -246,9 +249,9 @@ class Forwarder:
         return self._publication(received, refused, content)
 
     def refuse(self, received: Received, error: Exception) -> Publication:
-        """Return the publication of a message that the module cannot read, as it came.
+        """Return the publication of an unreadable message, unchanged.
 
-        It goes to ``undeliverable``; into the levels if a later version can read it.
+        The message goes to ``undeliverable``, or into the levels if a later version can read it.
 
         Args:
             received: The message.
@@ -264,7 +267,8 @@ class Forwarder:
         if isinstance(error, exceptions.LaterVersion):
             later = self.redelivery.until_upgraded(received.message, error.reason)
             if later.reroute is not None and self._later.allows():
-                logger.warning(forwarding.LATER_VERSION, f"A message in {self.name}", error.reason)
+                log_name = f"rabbitdelay {self.name}: a message"
+                logger.warning(forwarding.LATER_VERSION, log_name, error.reason)
             return self._put_back(received, as_it_came, later, error.reason)
         if isinstance(error, exceptions.UnprocessableMessage):
             return self.give_up(received, as_it_came, error.reason)
@@ -273,19 +277,19 @@ class Forwarder:
     def _refused_by_undeliverable(
         self, received: Received, outgoing: Outgoing, error: exceptions.MessageRefused
     ) -> Publication | None:
-        """Return what to publish for a message that closes the channel on its way there too.
+        """Return the next publication of a message that closes the channel at ``undeliverable``.
 
-        RabbitMQ refuses some headers (a ``CC`` that is no list, for example), and bodies that are
-        larger than its own limit. Without this, the module would lose its channel, or connect
-        again, for each such message until the delivery limit.
+        RabbitMQ refuses some headers (a ``CC`` that is not a list, for example), and bodies above
+        its own limit. Without this, the module would lose its channel or its connection with every
+        delivery of such a message, until the delivery limit.
         """
-        said = outgoing.message.headers
-        if said != DelayHeaders(reason=said.reason, redriven=said.redriven):
-            reason = f"{said.reason}; its headers are left out: {_reason(error, outgoing)}"
+        headers = outgoing.message.headers
+        if headers != DelayHeaders(reason=headers.reason, redriven=headers.redriven):
+            reason = f"{headers.reason}; its headers are left out: {_reason(error, outgoing)}"
             explained = outgoing._replace(message=outgoing.message.saying(reason=reason))
             bare = forwarding.without_headers(explained)
             return self._publication(received, bare, forwarding.encoded(bare, self.frame_max))
-        text = "%s: a message is rejected, because %s does not take it from here: %s"
+        text = "rabbitdelay %s: a message is rejected, because %s cannot take it: %s"
         logger.error(text, self.name, self.undeliverable, error.reason)
         received.settlement, received.outgoing, received.held = REJECT, iter(()), None
         return None
@@ -304,19 +308,19 @@ class Forwarder:
     def _try_later(
         self, received: Received, outgoing: Outgoing, reason: str, makes_copies: bool = False
     ) -> Publication:
-        """Return the publication that puts a message into the levels, to try it again."""
-        said = unopened(headers_of(received.message))
-        later = self.redelivery.after_failure(outgoing, said, reason, makes_copies)
+        """Return the publication of a message into the levels, for a retry."""
+        headers = unopened(headers_of(received.message))
+        later = self.redelivery.after_failure(outgoing, headers, reason, makes_copies)
         destination = self._destination(outgoing)
         if later.reroute is not None and self._not_taken.allows(destination):
-            text = "%s: %s does not take a message, which waits in the levels: %s"
+            text = "rabbitdelay %s: %s does not take a message, which waits in the levels: %s"
             logger.warning(text, self.name, destination, reason)
         return self._put_back(received, outgoing, later, reason)
 
     def _put_back(
         self, received: Received, outgoing: Outgoing, later: Outgoing, reason: str
     ) -> Publication:
-        """Return the publication of what redelivery has made of a message."""
+        """Return the publication of a retry, or to ``undeliverable`` after the last one."""
         if later.reroute is None:
             return self.give_up(received, outgoing, reason, later)
         try:
@@ -328,7 +332,7 @@ class Forwarder:
 
 
 def _reason(error: exceptions.RabbitDelayError, outgoing: Outgoing) -> str:
-    """Say why a message was not taken."""
+    """Return the reason why a publication has failed."""
     if isinstance(error, exceptions.MessageNacked | exceptions.ConfirmTimeout):
         return error.reason
     if isinstance(error, exceptions.MessageRefused):

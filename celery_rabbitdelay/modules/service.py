@@ -1,4 +1,4 @@
-"""Threads that serve a module: receive a message, publish its results, acknowledge it."""
+"""The thread that serves a module: receives, publishes and acknowledges; reconnects."""
 
 from __future__ import annotations
 
@@ -30,47 +30,47 @@ from celery_rabbitdelay.publishing.wire import Wire, read_unreadable_properties
 
 logger = logging.getLogger(__name__)
 
-#: Received messages that are unpacked in turns: one may be an envelope of many megabytes.
+#: Received messages that are unpacked in turns: any of them may be an envelope of many megabytes.
 UNPACKED_AT_ONCE: Final = 4
 
-#: The same for messages of at most this many bytes, so that those whose destination has no room at
-#: the moment let others pass.
+#: The same for messages of at most ``SMALL_BYTES``, so that messages for a full destination do not
+#: hold up others.
 SMALL_UNPACKED_AT_ONCE: Final = 32
 SMALL_BYTES: Final = 16_384
 
-#: Messages that are published before it is the next received message's turn.
+#: Messages published for one received message in its turn.
 MESSAGES_PER_TURN: Final = 100
 
-#: Seconds before a message for the levels, or for ``undeliverable``, is sent again after a nack,
-#: the step by which they grow, and their maximum.
+#: Pauses before a message for the levels or for ``undeliverable`` is resent after a nack: the
+#: first pause, the step by which pauses grow, and their maximum, in seconds.
 NACK_PAUSES: Final = (0.1, 0.3, 3.0)
 
-#: How many times as many messages are taken, and in flight, while the broker answers nothing: all
-#: of them may be for one destination that does not answer, and the next ones for others.
+#: Limit of the factor by which prefetch count and window grow while the broker answers nothing:
+#: all messages in flight may be for one silent destination, and the next ones for others.
 MAX_GROWTH: Final = 8
 
 #: Maximum frames read per iteration; a delivery has three.
 FRAMES: Final = 300
 
-#: Seconds that the thread waits for a frame before it checks whether it is to stop.
+#: Seconds that the thread waits for a frame before it checks whether to stop.
 READ_TIMEOUT: Final = 0.2
 
 
-#: Seconds that a stopping worker waits for the thread to finish the messages it has begun.
+#: Seconds that a stopping worker waits for the thread to finish its messages.
 STOP_TIMEOUT: Final = 10.0
 
-#: Seconds from the loss of a connection to the first attempt to connect again, and the longest.
+#: The first and the longest pause before reconnecting, in seconds.
 RECONNECT_PAUSES: Final = (0.5, 10.0)
 
 
 class ConnectionStuck(Exception):
-    """The broker reads nothing more from the connection, because of destinations that are away.
+    """The broker has stopped reading from the connection, because of silent destinations.
 
-    They count as silent then, so that the next connection does not get stuck.
+    The destinations are marked as silent, so that the next connection does not get stuck.
     """
 
 
-#: Other errors that are logged without a traceback.
+#: Errors that are logged without a traceback, beside those of the connection and its channels.
 EXPECTED: Final = (PermissionMissing, PublishError, ConnectionStuck)
 
 
@@ -78,16 +78,16 @@ class ModuleConsumer:
     """Serves a module on one connection.
 
     A message is acknowledged once all messages published for it are confirmed. If anything fails
-    before, the broker delivers the message again. A message that its destination does not take goes
+    before, the broker redelivers the message. A message that its destination does not take goes
     back into the levels, so that no other message waits for it; see :class:`.Redelivery`.
 
-    Starts with prefetch 1 and window 1 while messages are redelivered: if one of them crashes the
-    worker, only its delivery count grows, until the delivery limit dead-letters it to
+    While messages are redelivered, prefetch count and window are 1. If one of the messages crashes
+    the worker, only its delivery count grows, until the delivery limit dead-letters it to
     ``undeliverable``.
 
     Args:
-        service: What serves the module.
-        connection: A connection that is open; see :func:`.read_unreadable_properties`.
+        service: The service of the module.
+        connection: An open connection; see :func:`.read_unreadable_properties`.
         careful: Whether to take one message at a time while messages are redelivered.
     """
 
@@ -107,26 +107,26 @@ class ModuleConsumer:
         self._wire = self._loop.channel.wire
         self._wire.receive_ahead()
         self._deliveries = Deliveries(connection, module)
-        #: Received messages for which messages are published, in turns.
+        #: The received messages that are unpacked in turns.
         self._unpacking: deque[Received] = deque()
         self._published = 0
-        #: Since when all of these wait for answers about their destinations.
+        #: Since when all of them wait for full destinations.
         self._held_up_since: float | None = None
         self._forwarder = Forwarder(
             module, self._exists, self._wire.frame_max, service.answer_times
         )
-        #: What the module's prefetch and window are multiplied by; 0: one message at a time.
+        #: The factor of the module's prefetch count and window; 0: one message at a time.
         self._growth = 0
 
     @publish_loop.unwrap_callers_errors()
     def serve(self) -> bool:
         """Consume until the service stops.
 
-        If the connection is blocked when the service stops, return at once: an alarm of the broker
-        may last for any time. The broker delivers unfinished messages again.
+        If the connection is blocked when the service stops, return at once: a resource alarm may
+        last for any time. The broker redelivers unfinished messages.
 
         Returns:
-            Whether everything that was begun is finished.
+            Whether all received messages are settled.
         """
         deliveries = self._deliveries
         deliveries.take(1)
@@ -149,7 +149,7 @@ class ModuleConsumer:
             time.sleep(0)  # lets the other greenlets of gevent and eventlet run
 
     def _turn(self) -> None:
-        """Publish what can be published, and read what the broker sends."""
+        """Publish waiting messages, and read the broker's frames."""
         channel, began = self._loop.channel, time.monotonic()
         can_send = self._loop.send(self._module.timeout)
         channel.flush(self._module.timeout)
@@ -160,17 +160,17 @@ class ModuleConsumer:
         self._connection.heartbeat_check()
         if channel.blocked is None:
             self._loop.check_time()
-            # Only after the read: answers may lie in the socket if other greenlets ran for long.
+            # Only after the read: unread answers may be in the socket if other greenlets ran long.
             silent_for, answer_times = self._loop.silent_for, self._forwarder.answer_times
             if silent_for >= SILENCE and (stuck := answer_times.give_up_if_stuck(silent_for)):
                 names = ", ".join(stuck[:3])
-                raise ConnectionStuck(f"the broker answers nothing because of {names}")
+                raise ConnectionStuck(f"the broker has stopped reading because of {names}")
         else:
-            # The end of the alarm is waited for, however long it takes.
+            # The time of a resource alarm does not count as silence.
             self._loop.excuse(time.monotonic() - began)
 
     def _after_close(self, closed: ChannelError) -> None:
-        """Go on with another channel if the broker has closed the one that publishes."""
+        """Open another channel after the broker has closed the one that publishes."""
         former = self._loop.channel
         self._loop.channel_closed(closed)
         former.close(self._module.timeout)
@@ -180,9 +180,9 @@ class ModuleConsumer:
         self._loop.use(channel)
 
     def _grow(self, silent_for: float) -> None:
-        """Take as many messages as the module may; more if all of those get no answer.
+        """Raise prefetch count and window: to the module's, then further while nothing is answered.
 
-        While messages are redelivered, that begins with the first that gets no answer.
+        While messages are redelivered, the first raise waits until a message gets no answer.
         """
         deliveries, growth = self._deliveries, self._growth
         if not growth:
@@ -200,7 +200,7 @@ class ModuleConsumer:
         self._loop.window = self._module.max_unconfirmed * self._growth
 
     def _next(self) -> Publication | None:
-        """Return the next message to publish: the source of the publish loop."""
+        """Return the next message to publish, for the publish loop."""
         waiting, unpacking, waits = self._deliveries.waiting, self._unpacking, 0
         while self._forwarder.bytes_in_flight < MAX_HELD_BYTES:
             while waiting:
@@ -209,7 +209,7 @@ class ModuleConsumer:
                     break
                 unpacking.append(waiting.popleft())
             if waits >= len(unpacking):
-                # No message is left, or each has to wait until its destination has answered others.
+                # No message is left, or all of them wait for full destinations.
                 if not waits or not self._held_up():
                     return None
                 waits = 0
@@ -221,7 +221,7 @@ class ModuleConsumer:
                 received.pending -= 1
                 self._deliveries.settle(received)
                 waits, self._held_up_since = 0, None
-            except Exception as error:  # noqa: BLE001 - anybody may have written the message
+            except Exception as error:  # noqa: BLE001 - the message may be invalid in any way
                 return self._forwarder.refuse(received, error)
             else:
                 publication = self._forwarder.first(received, outgoing, self._loop.silent_for)
@@ -236,7 +236,7 @@ class ModuleConsumer:
         return None
 
     def _held_up(self) -> bool:
-        """Note which destinations hold up all others; return whether they do for too long."""
+        """Return whether full destinations hold up all messages for too long; mark them as slow."""
         now = time.monotonic()
         if self._held_up_since is None:
             self._held_up_since = now
@@ -254,7 +254,7 @@ class ModuleConsumer:
             return exists_or_hidden(channel, exchange)
 
     def _done(self, publication: Publication) -> None:
-        """Handle a message that is settled: ``done`` of the publish loop."""
+        """Handle a settled publication, for the publish loop."""
         in_its_place = self._forwarder.settled(publication)
         if in_its_place is not None:
             self._loop.send_first(in_its_place)
@@ -263,16 +263,16 @@ class ModuleConsumer:
 
 @dataclass(eq=False, repr=False)
 class Service(ABC):
-    """A thread with connections of its own: when one is lost, it opens the next.
+    """A thread with a connection of its own, which it reopens when it is lost.
 
     Attributes:
         name: Its name, for the log.
         timeout: Seconds that an answer of the broker may take.
         max_bytes: The largest message that is read.
-        connection: Template; each attempt to connect clones it.
-        declare: Called with each new connection, to declare what is needed.
-        on_lost: Called when an open connection is lost, or serving fails on it.
-        stopping: Set once no more messages are to be taken.
+        connection: The template of its connections.
+        declare: Called with every new connection, to declare the queues that it needs.
+        on_lost: Called when an open connection is lost, or serving on it fails.
+        stopping: Set to stop taking messages.
     """
 
     connection: Connection
@@ -282,7 +282,7 @@ class Service(ABC):
     timeout: float = field(init=False)
     max_bytes: int = field(init=False)
     stopping: Event = field(init=False, default_factory=Event)
-    #: Why the last connection was given up.
+    #: The error that ended the last connection.
     _lost: Exception | None = field(init=False, default=None)
 
     def start(self) -> None:
@@ -291,25 +291,25 @@ class Service(ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more messages, finish those that were begun, and end the thread."""
+        """Stop taking messages, finish the unsettled ones, and end the thread."""
         self.stopping.set()
         self._thread.join(STOP_TIMEOUT)
 
     @abstractmethod
     def status(self) -> dict[str, object]:
-        """Return what it has done, for the worker's status."""
+        """Return its counts, for the worker's status."""
 
     @property
     @abstractmethod
     def _progress(self) -> int:
-        """A number that grows while a connection is of use."""
+        """A count that grows while the service does its work."""
 
     @abstractmethod
     def _serve_on(self, connection: Connection) -> bool:
-        """Serve on an open connection; return whether everything that was begun is finished."""
+        """Serve on an open connection; return whether all received messages are settled."""
 
     def _run(self) -> None:
-        losses = WarningLimit(logger, f"{self.name}: lost connections")
+        losses = WarningLimit(logger, f"rabbitdelay {self.name}: lost connections")
         shortest, longest = RECONNECT_PAUSES
         pause = shortest
         while not self.stopping.is_set():
@@ -323,11 +323,11 @@ class Service(ABC):
                     pause = shortest
                     losses.forget()
                 errors = self.connection.recoverable_connection_errors
-                # One kind for all errors that say that the broker is away.
+                # All errors of an unreachable broker count as one kind.
                 if losses.allows(OSError if isinstance(lost, errors) else type(lost)):
                     expected = (*errors, *self.connection.channel_errors, *EXPECTED)
                     logger.warning(
-                        "rabbitdelay connects again (%s): %s",
+                        "rabbitdelay %s: reconnecting: %s",
                         self.name,
                         lost if isinstance(lost, PermissionMissing) else repr(lost),
                         exc_info=None if isinstance(lost, expected) else lost,
@@ -349,17 +349,17 @@ class Service(ABC):
                 raise
         finally:
             if not finished:
-                # Without AMQP's handshake, since the broker may not be answering.
+                # Without AMQP's close handshake: the broker may not be answering.
                 drop_connection(connection)
 
 
 @dataclass(eq=False, repr=False)
 class ModuleService(Service):
-    """Serves one module, on connections of its own, until it is stopped.
+    """The service of a module.
 
     Attributes:
         module: The module.
-        answer_times: Which destinations have not answered, on any connection.
+        answer_times: The state of destinations, kept across connections.
     """
 
     module: Module
@@ -378,8 +378,8 @@ class ModuleService(Service):
         return self.module.statistics.finished
 
     def _serve_on(self, connection: Connection) -> bool:
-        logger.info("%s: serving the queue %s.", self.name, self.module.queue.name)
-        # Messages may be redelivered because one of them has crashed a worker.
+        logger.info("rabbitdelay %s: serving the queue %s.", self.name, self.module.queue.name)
+        # If messages are redelivered, one of them may have crashed a worker.
         careful = not isinstance(self._lost, ConnectionStuck)
         with permissions_named():
             return ModuleConsumer(self, connection, careful).serve()

@@ -33,7 +33,7 @@ from tests.hostile.kinds import hostile_messages as hostile
 PATIENCE: Final = 1_800.0
 
 #: What ends a worker's connection, in its log.
-TROUBLE: Final = "connects again|Connection to broker lost|Unrecoverable error"
+TROUBLE: Final = ": reconnecting|Connection to broker lost|Unrecoverable error"
 
 #: The queues beside those of the levels.
 NAMES: Final = (TASKS, ALLOWED, FORBIDDEN)

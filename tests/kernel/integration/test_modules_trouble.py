@@ -59,7 +59,7 @@ def test_a_memory_alarm_ends_no_connection_and_a_worker_that_ends_in_it_leaves_a
         began = time.time()
         # Longer than the timeout, and than the time between two looks at the backlog.
         wait_for(lambda: time.time() > began + 4, "some time")
-        assert "connects again" not in worker.log
+        assert ": reconnecting" not in worker.log
         os.kill(worker.pid, signal.SIGTERM)
         # Sooner than the modules' threads have to finish what they can finish.
         wait_for(lambda: not worker.running, "the worker's end", timeout=STOP_TIMEOUT)
@@ -80,7 +80,7 @@ def test_where_operators_declare_the_modules_serve_what_stands(
     # They name what is deleted, and wait for it.
     distribution = standing.module_queues.distribution
     distribution(connection.default_channel).delete()
-    said = "rabbitdelay connects again (distribution): TopologyIncomplete("
+    said = "rabbitdelay distribution: reconnecting: TopologyIncomplete("
     wait_for(lambda: said in shop.worker.log, "a further attempt")
     assert distribution.name in shop.worker.log.partition(said)[2].splitlines()[0]
     assert set(missing(connection, standing)) == {distribution.name, *(each.name for each in own)}
@@ -111,5 +111,5 @@ def test_a_topology_that_is_deleted_beside_its_worker_is_declared_again_as_a_who
     assert_delays(connection, shop, target)
     look.apply_async(delay=0.3).get(timeout=PATIENCE)
     # No loop: each began anew once, or twice if it did so amid the deletion.
-    assert worker.log.count("connects again") <= 4
+    assert worker.log.count(": reconnecting") <= 4
     assert "Traceback" not in worker.log

@@ -341,7 +341,7 @@ def test_nothing_waits_for_a_full_destination_once_that_is_silent(consumer: Cons
     consumer.clock.now = consumer.silent_for = 1.0
     later = consumer.publish(for_queue())
     assert is_tried_again(later)
-    assert reason(later) == "the queue 'letters' does not answer, or too slowly"
+    assert reason(later) == "the queue 'letters' answers too slowly, or not at all"
     assert not is_tried_again(consumer.publish(for_queue("other")))
     consumer.silent_for = 0.0
     consumer.confirm(first)
@@ -351,8 +351,8 @@ def test_nothing_waits_for_a_full_destination_once_that_is_silent(consumer: Cons
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (NACKED, "distribution: the queue 'letters' does not take a message, which waits in the"),
-        (REFUSED, "distribution: a message is undeliverable: the broker does not take it: too"),
+        (NACKED, "rabbitdelay distribution: the queue 'letters' does not take a message, which"),
+        (REFUSED, "rabbitdelay distribution: a message is undeliverable: the broker does not"),
     ],
 )
 def test_trouble_is_logged_once_a_minute(

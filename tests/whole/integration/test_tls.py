@@ -130,7 +130,7 @@ def test_tasks_envelopes_and_unaware_producers_reach_a_worker(
             assert result.get(timeout=PATIENCE)["at"] >= before + delay
         for row in rows:
             tls_shop.AsyncResult(row["task_id"]).get(timeout=PATIENCE)
-        assert "connects again" not in worker.log
+        assert ": reconnecting" not in worker.log
     plain.close()
 
 
