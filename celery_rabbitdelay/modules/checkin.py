@@ -1,20 +1,20 @@
-"""Check-in, the ingest queue: puts what any AMQP client publishes with ``x-delay`` into the levels.
+"""Check-in, the ingest queue: puts messages with ``x-delay`` from any AMQP client into the levels.
 
-A delay above the levels' capacity goes to meditation, the overflow loop: it waits there for one
-capacity and returns to check-in. Opens no connection.
+A message whose delay exceeds the levels' capacity goes to meditation, the overflow loop: it waits
+there for one capacity and returns to check-in. This module opens no connection.
 
-A client may send only tasks after which a worker publishes nothing, unless it is trusted. The
-message of a task can carry signatures of further tasks: callbacks, errbacks, a chain, a chord. The
-worker that runs the task publishes them with its own rights, to any exchange that they name
+Unless clients are trusted, their tasks must not make a worker publish further messages. The message
+of a task can carry signatures of further tasks: callbacks, errbacks, a chain, a chord. The worker
+that runs the task publishes them with its own rights, to any exchange that they name
 (https://docs.celeryq.dev/en/stable/internals/protocol.html). It does the same with the signatures
 that Celery's own tasks, such as ``celery.group``, take as arguments, and it may send the result to
-the queue in the property ``reply_to``. In each of these ways, a client would bypass check-in's
+the queue in the property ``reply_to``. With any of these, a client would bypass check-in's
 allow-list.
 
-A retry takes over the headers that its task exposes, those in the header ``headers`` for example.
-So these must not have names that Celery or RabbitMQ would act on.
+A retry copies the headers that its task exposes, such as the content of the header ``headers``. So
+these headers must not have names that Celery or RabbitMQ would act on.
 
-A message with the header ``task`` is a task of Celery's protocol 2. Without that header, a message
+A message with the header ``task`` is a task of Celery's protocol 2. A message without that header
 is a task of protocol 1 if its body is an object with a member ``task``. Check-in reads JSON in
 UTF-8 only, and refuses any other body that a worker might read.
 """
@@ -46,11 +46,11 @@ from celery_rabbitdelay.publishing.signature import SigningKeys, signed
 FOLLOWING: Final = ("callbacks", "errbacks", "chain", "chord")
 
 #: The fields that a client's task may not have, in a header or in a body of protocol 1. A task of a
-#: group counts as a part of another one's chord.
+#: group counts towards the chord of another task.
 CANVAS: Final = (*FOLLOWING, "group", "taskset")
 
-#: Names that must not occur among the headers which a retry of the task takes over: those that
-#: Celery writes itself (``Celery.amqp.as_task_v2``), and those by which RabbitMQ routes.
+#: Names that must not occur among the headers that a retry copies: the headers that Celery writes
+#: itself (``Celery.amqp.as_task_v2``), and the headers by which RabbitMQ routes.
 NOT_TAKEN_OVER: Final = frozenset(
     (
         *("lang", "task", "id", "shadow", "eta", "expires", "group_index", "retries", "timelimit"),
@@ -61,10 +61,10 @@ NOT_TAKEN_OVER: Final = frozenset(
     )
 )
 
-#: The names of Celery's own tasks begin so. Some take signatures as arguments.
+#: The prefix of the names of Celery's own tasks. Some of these take signatures as arguments.
 CELERYS_OWN: Final = "celery."
 
-#: The largest body that is read, in bytes: JSON takes 20 times as many in Python.
+#: The largest body that is read, in bytes: decoded JSON takes 20 times as many in Python.
 MAX_READ_BYTES: Final = 2**20
 
 _JSON: Final = "application/json"
@@ -72,20 +72,20 @@ _JSON: Final = "application/json"
 #: The content type that kombu assumes for a message without one.
 _DATA: Final = "application/data"
 
-#: The content encodings of JSON that check-in reads. py-amqp decodes a body for the worker by any
-#: other that Python knows, such as UTF-16 and UTF-7, in which the bytes of a task look different.
+#: The content encodings of JSON that check-in reads. For a worker, py-amqp decodes every encoding
+#: of Python, also UTF-16 and UTF-7, in which the bytes of a task look different.
 READ_ENCODINGS: Final = ("", "utf-8", "us-ascii", "ascii", "binary")
 
-#: Those that no message may have: Python decodes them in a time that grows with the square of the
-#: body's length, and the worker would stand still.
+#: Forbidden content encodings: Python's decoders take time quadratic in the body's length, and
+#: would block the worker.
 SLOW_ENCODINGS: Final = ("punycode", "idna")
 
 _NULL: Final = rb'"(?:%b)"\s*:\s*null' % "|".join(FOLLOWING).encode()
 
-#: How a body of protocol 2 ends if no signatures follow the task: its third part is an object whose
-#: members are all null. In valid JSON these bytes cannot be a part of a string: nothing is behind
-#: them that would close it. So the body need not be parsed. The end is looked for in the last bytes
-#: only, which suffice for each member once and more blanks than any encoder writes.
+#: The end of a body of protocol 2 if no signatures follow the task: the third part is an object
+#: whose members are all null. In valid JSON, this end cannot be a part of a string, because no
+#: closing quote follows. So the body need not be parsed. Only the last bytes are searched: they
+#: have room for every member once, and for more blanks than any encoder writes.
 _PLAIN_END: Final = re.compile(rb",\s*\{\s*(?:%b(?:\s*,\s*%b)*)?\s*\}\s*\]\s*\Z" % (_NULL, _NULL))
 _MAX_END_BYTES: Final = 256
 
@@ -93,8 +93,8 @@ _TASK: Final = "task"
 
 
 def _spelled(word: str) -> bytes:
-    r"""Return a pattern for a word in a string of JSON, where each letter may be ``\u00..``."""
-    return "".join(rf"(?:{each}|\\u00(?i:{ord(each):02x}))" for each in word).encode()
+    r"""Return a pattern for a word in a JSON string; its letters may be escaped (``\u00..``)."""
+    return "".join(rf"(?:{char}|\\u00(?i:{ord(char):02x}))" for char in word).encode()
 
 
 #: A member ``task`` of an object.
@@ -102,14 +102,14 @@ _NAMES_TASK: Final = re.compile(rb'"%b"\s*:' % _spelled(_TASK))
 
 
 def checked_task(message: WaitingMessage) -> WaitingMessage:
-    """Return the message of a client, without ``reply_to`` if it is a task.
+    """Return the message of a client, without ``reply_to`` if the message is a task.
 
     Args:
         message: The message, without the headers that no client may set.
 
     Raises:
-        UnprocessableMessage: It is, or might be, a task after which a worker publishes another
-            message; or its body is compressed, and may become too large for a worker's memory.
+        UnprocessableMessage: The message is, or may be, a task that makes a worker publish further
+            messages; or its body is compressed, and may become too large for a worker's memory.
     """
     headers, properties = message.headers.others, message.properties
     if headers.get("compression"):
@@ -119,7 +119,7 @@ def checked_task(message: WaitingMessage) -> WaitingMessage:
     is_json = content_type == _JSON
     if (is_json and encoding not in READ_ENCODINGS) or _codec(encoding) in SLOW_ENCODINGS:
         what = f"its content encoding is {shortened(encoding)}"
-        raise _not_trusted(f"{what}, and check-in reads UTF-8 alone")
+        raise _not_trusted(f"{what}, and check-in reads UTF-8 only")
     if _TASK in headers:
         _check_version_2(message.body, headers, content_type)
         _check_taken_over(headers.get(NESTED_HEADERS))
@@ -129,7 +129,7 @@ def checked_task(message: WaitingMessage) -> WaitingMessage:
         _check_taken_over(headers)
     elif may_be_decoded(content_type):
         what = f"its content type is {shortened(content_type)}"
-        raise _not_trusted(f"{what}, and check-in does not read whether it is a task of Celery")
+        raise _not_trusted(f"{what}, so check-in cannot check whether it is a task of Celery")
     else:
         return message
     return message.having(reply_to=None) if properties.get("reply_to") else message
@@ -156,7 +156,7 @@ def may_be_version_1(body: bytes) -> bool:
 
 
 def _codec(encoding: str) -> str:
-    """Return Python's name of an encoding; empty if it knows none of that name."""
+    """Return Python's name of an encoding; empty if Python does not know the encoding."""
     try:
         return codecs.lookup(encoding).name
     except (LookupError, ValueError):
@@ -164,11 +164,10 @@ def _codec(encoding: str) -> str:
 
 
 def _check_taken_over(headers: object) -> None:
-    """Check the headers that a retry takes over; it exposes those that are nested in them."""
+    """Check the headers that a retry copies, and the headers nested in them."""
     while isinstance(headers, Mapping):
         for name in NOT_TAKEN_OVER & headers.keys():
-            what = f"it is a task with the header {name}"
-            raise _not_trusted(f"{what} among those that its retry takes over")
+            raise _not_trusted(f"it is a task whose retry would copy the header {name}")
         headers = headers.get(NESTED_HEADERS)
 
 
@@ -176,17 +175,17 @@ def _check_version_2(body: bytes, headers: Mapping[str, object], content_type: o
     _check_fields(headers)
     if content_type != _JSON:
         what = f"it is a task whose content type is {shortened(content_type)}"
-        raise _not_trusted(f"{what}, and check-in reads JSON alone")
+        raise _not_trusted(f"{what}, and check-in reads JSON only")
     is_list = body[:_MAX_END_BYTES].lstrip().startswith(b"[")
     if not is_list or not _PLAIN_END.search(body[-_MAX_END_BYTES:]):
         raise _not_trusted(
-            "it is a task whose body does not end in an object of callbacks, errbacks, chain and "
-            "chord in which all is null"
+            "it is a task whose body does not end in an object where callbacks, errbacks, chain "
+            "and chord are all null"
         )
 
 
 def _is_task_of_version_1(body: bytes) -> bool:
-    """Return whether JSON is a task of protocol 1, after checking it."""
+    """Return whether JSON is a task of protocol 1; check the task."""
     if not may_be_version_1(body):
         return False
     if len(body) > MAX_READ_BYTES:
@@ -203,13 +202,13 @@ def _is_task_of_version_1(body: bytes) -> bool:
 
 
 def _check_fields(fields: Mapping[str, object]) -> None:
-    """Check the name of a task, and that no signatures follow it, in its headers or its body."""
+    """Check the name of a task and that no signatures follow, in its headers or its body."""
     name = fields[_TASK]
     if not isinstance(name, str) or name.startswith(CELERYS_OWN):
-        raise _not_trusted(f"it is the task {shortened(name)}, which Celery keeps to itself")
-    for each in CANVAS:
-        if fields.get(each) is not None:
-            raise _not_trusted(f"it is a task with {each}, which a worker would publish or take")
+        raise _not_trusted(f"it is the task {shortened(name)}, whose name is reserved for Celery")
+    for field in CANVAS:
+        if fields.get(field) is not None:
+            raise _not_trusted(f"it is a task with {field}, which a worker would act on")
 
 
 @dataclass(frozen=True)
@@ -220,11 +219,12 @@ class CheckIn:
         topology: The levels.
         allowed: Returns whether a message may go to an exchange (empty: the default one) with a
             routing key.
-        signing_keys: What signs the messages that may go there, for distribution; None: nothing.
-        trusts_clients: Whether a task may have callbacks, and all else that
+        signing_keys: Signs accepted messages, for distribution; None: they stay unsigned.
+        trusts_clients: Whether a task may have callbacks, and everything else that
             :func:`checked_task` refuses.
-        check_task: Returns whether a worker of Celery may take a message for a task; raises
-            :class:`.UnprocessableMessage` if it could not read that. None: there are no workers.
+        check_task: Returns whether a Celery worker may take a message for a task; raises
+            :class:`.UnprocessableMessage` if a worker could not read the task. None: there are no
+            workers.
     """
 
     topology: Topology
@@ -234,20 +234,20 @@ class CheckIn:
     check_task: Callable[[WaitingMessage], bool] | None = None
 
     def admit(self, message: amqp.Message) -> None:
-        """Remove from a received message the headers that no client may set.
+        """Remove the headers that no client may set from a received message.
 
-        Neither check-in nor whatever reads ``undeliverable`` later then believes them.
+        Then neither check-in nor a reader of ``undeliverable`` trusts them.
         """
         headers = headers_of(message)
         if headers and not self._has_meditated(message):
             kept = header_names.of_client(headers)
             if header_names.EXCHANGE in kept:
-                # If check-in refuses it, this marks it as a client's; see ``never_accepted``.
+                # Marks a refused message as a client's; see ``never_accepted``.
                 kept.setdefault(header_names.X_DELAY, 0)
             message.properties["application_headers"] = kept
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
-        """Return what to publish for a message.
+        """Return the message to publish for a received message.
 
         Raises:
             UnprocessableMessage: Its delay or destination is invalid, or not allowed.
@@ -268,10 +268,10 @@ class CheckIn:
     def _after_meditation(
         self, message: amqp.Message, given: dict[str, object], destination: str
     ) -> Outgoing:
-        """Return a message whose routing key is its destination; see :meth:`.Topology.route`.
+        """Return a message to publish from meditation, whose routing key is its destination.
 
         A message of a later version waits on, unopened: every version has the same header for the
-        due time and the same routing key in meditation.
+        due time and the same routing key in meditation (see :meth:`.Topology.route`).
         """
         waiting = WaitingMessage.unopened(message)
         due_ms = waiting.headers.due_ms
@@ -281,8 +281,7 @@ class CheckIn:
                 f"{header_names.DUE} is {shortened(given.get(header_names.DUE))}"
             )
         # Recompute the remaining delay from the due time: the message has also waited for this
-        # module, not only in meditation.
-        # Its delay was checked when it came in, maybe by another clock.
+        # module, not only in meditation. Its length was checked when the message came in.
         return into_levels(self.topology, waiting, Due.until(due_ms), destination)
 
     def _from_client(
@@ -296,12 +295,12 @@ class CheckIn:
             raise UnprocessableMessage(why)
         delay_ms = header_names.client_delay_ms(given)
         given.pop(header_names.X_DELAY, None)
-        said, problems = header_names.parse(given)
+        headers, problems = header_names.parse(given)
         if header_names.EXCHANGE in problems:
             raise UnprocessableMessage(problems[header_names.EXCHANGE])
-        exchange = said.exchange or ""
+        exchange = headers.exchange or ""
         self._check_destination(exchange, routing_key)
-        sent = WaitingMessage.of(message, DelayHeaders(others=said.others))
+        sent = WaitingMessage.of(message, DelayHeaders(others=headers.others))
         if not self.trusts_clients:
             sent = checked_task(sent)
         is_task = self.check_task is not None and self.check_task(sent)
@@ -318,7 +317,7 @@ class CheckIn:
     def _check_destination(self, exchange: str, routing_key: str) -> None:
         if not exchange and not routing_key:
             raise UnprocessableMessage(
-                f"it has no destination, neither a routing key nor {header_names.EXCHANGE}"
+                f"it has no destination: neither a routing key nor {header_names.EXCHANGE}"
             )
         if not self.allowed(exchange, routing_key):
             raise UnprocessableMessage(

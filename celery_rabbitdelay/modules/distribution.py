@@ -1,6 +1,6 @@
-"""Distribution: publishes each message, once it is due, to its final exchange, as it was.
+"""Distribution: restores every due message, and publishes it to its final exchange.
 
-Opens no connection itself; what it asks may do so.
+This module opens no connection; the addition that it asks may do so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
 #: The last word of the routing keys of messages for distribution.
 DISTRIBUTION_WORD: Final = encode_destination(DISTRIBUTION)
 
-#: The headers that decide whether a message of an envelope is published.
+#: The headers that decide whether a message in an envelope is published.
 DECISIVE: Final = frozenset(
     (
         header_names.VERSION,
@@ -48,28 +48,31 @@ DECISIVE: Final = frozenset(
 
 
 class Asked(Protocol):
-    """What distribution asks about messages that are due: an addition; see :mod:`.app.seams`."""
+    """Decides about due messages: an addition; see :mod:`.app.seams`."""
 
     def envelope_arrived(
         self, inner: Sequence[DelayHeaders], due_ms: int
     ) -> int | Sequence[bool] | None:
-        """Return until when an envelope waits, which messages go on, or None if all of them do."""
+        """Return which messages of an envelope to publish, or until when the envelope waits.
+
+        None to publish all of them.
+        """
 
     def note_arrived(self, note: WaitingMessage) -> Due | None:
-        """Take a message that is for the addition itself; return until when it waits again."""
+        """Handle a message for the addition itself; return until when it waits on, or None."""
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Finds out where messages go that are due.
+    """Restores due messages, and finds their destinations.
 
     Attributes:
-        topology: The levels that they come from.
-        put_back: Returns what to publish instead if a message is not due yet; see
+        topology: The levels that the messages come from.
+        put_back: Returns the message to put back into the levels if it is early; see
             :class:`.EarlyMessages`.
-        asked: Says whether the messages of an envelope go on; None: all of them do.
-        reach: Where they may go.
-        signing_keys: What verifies their signatures; None: signatures do not matter.
+        asked: Decides about the messages of an envelope; None: all of them are published.
+        reach: The destinations that they may go to.
+        signing_keys: Verifies their signatures; None: signatures do not matter.
         is_signing_required: Whether a message without a valid signature is refused, if there are
             keys.
         max_message_bytes: The largest body of a message in an envelope.
@@ -84,17 +87,17 @@ class Distribution:
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
-        """Return what to publish for a message that is due; for an envelope, each message in it.
+        """Return the messages to publish for a due message; for an envelope, the messages in it.
 
-        A message for one known queue is published to that queue by the default exchange, and its
-        consumer restores exchange and routing key, as if it had come straight from the levels. For
-        any other message they are restored here, with priority and expiration; its consumer gets
-        what :meth:`.DelayHeaders.for_consumer` keeps.
+        A message for one known queue is published to that queue through the default exchange, and
+        its consumer restores exchange and routing key, as for a message straight from the levels.
+        For any other message, exchange and routing key are restored here, with priority and
+        expiration; its consumer gets the headers of :meth:`.DelayHeaders.for_consumer`.
 
         Raises:
-            LaterVersion: Only a later version of this package can read it.
+            LaterVersion: Only a later version of this package can read the message.
             UnprocessableMessage: Its destination is missing or not allowed, one of our headers is
-                invalid, or it is an envelope that cannot be read. Nothing was published for it.
+                invalid, or it is an unreadable envelope. Nothing was published for it.
         """
         given = headers_of(message)
         header_names.refuse_sender_selected(given)
@@ -109,8 +112,8 @@ class Distribution:
         key: str = (message.delivery_info or {}).get("routing_key", "")
         word, unrouted = key.rpartition(".")[2], None
         if word != DISTRIBUTION_WORD and self.topology.keys.digits(key) is not None:
-            # The queue that the message has not found on leaving the levels; empty if the key holds
-            # only a hash of its name.
+            # The queue that the message did not reach when it left the levels; empty if the key
+            # holds only a hash of the queue's name.
             unrouted = decode_destination(word) or ""
         if unrouted is not None and self.topology.keys.has_no_digits(key):
             queue, delivery = unrouted or str(headers.queue), self.topology.delivery.name
@@ -141,16 +144,16 @@ class Distribution:
     def _outgoing(
         self, message: WaitingMessage, is_authentic: bool, unrouted: str | None = None
     ) -> Outgoing:
-        """Return what to publish for a message that is no envelope, or is in one.
+        """Return the message to publish for a message that is not an envelope.
 
         A queue that the application does not name is reached by its binding to the delivery
-        exchange. If the message comes from there, the queue is not bound at the moment: it waits,
-        and leaves the levels straight for its queue again.
+        exchange. If the delivery exchange could not route the message, the queue is not bound at
+        the moment: the message waits in the levels, and leaves them straight for its queue again.
 
         Args:
-            message: The message, with all that its headers say.
+            message: The message, with its parsed headers.
             is_authentic: Whether its signature is valid, if there is a key.
-            unrouted: The queue in its routing key, if it has not found this one.
+            unrouted: The queue in its routing key, if the message did not reach that queue.
         """
         headers = message.headers
         if headers.exchange is None and unrouted:
@@ -172,14 +175,13 @@ class Distribution:
     def _restored(
         self, message: WaitingMessage, left: DelayHeaders, is_authentic: bool
     ) -> WaitingMessage:
-        """Return a message as its consumer gets it, with what its headers have kept for it.
+        """Return a message as its consumer gets it: with its priority, expiration and headers.
 
         Args:
             message: The message, whose headers have kept its priority and its expiration.
-            left: What its consumer gets of them.
-            is_authentic: Whether its signature is valid, if there is a key. For any other message,
-                nothing is signed: in the phase without required signatures, a stranger would get
-                valid ones.
+            left: The headers that its consumer gets.
+            is_authentic: Whether its signature is valid, if there is a key. Any other message stays
+                unsigned: while signatures are not required, a stranger would get a valid one.
         """
         body, properties, kept = message
         if kept.priority is not None:
@@ -187,28 +189,28 @@ class Distribution:
         if kept.expiration is not None or "expiration" in properties:
             properties = {**properties, "expiration": kept.expiration}
         if left.due_ms is None and "compression" in left.others:
-            # A stranger may leave the due time out. By it, a worker tells that the message was in
-            # the levels, and decompresses it up to a bound.
+            # A stranger may omit the due time, by which a worker recognizes messages from the
+            # levels. The worker decompresses only these with a size limit.
             left = left._replace(due_ms=wall_clock.ms())
         restored = WaitingMessage(body, properties, left)
-        # Its worker verifies where the task came from, and what the registry is asked with.
+        # The worker verifies the origin of the task, and the headers for the registry.
         is_verified = left.queue is not None or left.early.exchange is not None or left.registry
         if self.signing_keys is None or not (is_authentic and is_verified):
             return restored
         return self.signing_keys.sign(restored)
 
     def _unpacked(self, message: WaitingMessage, is_authentic: bool) -> Iterator[Outgoing]:
-        """Return what to publish for an envelope.
+        """Return the messages to publish for an envelope.
 
-        It is read twice, and never held as a whole. The first time, each message in it is checked:
-        an invalid envelope goes to ``undeliverable``, and nothing in it was published before.
+        The envelope is read twice, and never held as a whole. The first pass checks every message:
+        an invalid envelope goes to ``undeliverable`` before any of its messages is published.
         """
         read: list[DelayHeaders] = []
         try:
             envelope = OpenedEnvelope(message.body, self.max_message_bytes)
             is_shared_checked = False
             for item in envelope:
-                # Whether it has something of its own that decides whether it is published.
+                # Whether a field of its own, not a shared one, decides whether it is published.
                 is_own = not DECISIVE.isdisjoint(item.headers) or "content_type" in item.properties
                 if is_own or not is_shared_checked:
                     self._check(message.headers, envelope, item)
@@ -227,7 +229,7 @@ class Distribution:
         yield from unpacked if answer is None else compress(unpacked, answer)
 
     def _check(self, outer: DelayHeaders, envelope: OpenedEnvelope, item: Item) -> None:
-        """Refuse a message of an envelope that distribution may not publish, or not read."""
+        """Refuse an envelope if distribution cannot read this message, or may not publish it."""
         given = {**envelope.headers, **item.headers}
         content_type = {**envelope.properties, **item.properties}.get("content_type")
         later = header_names.later_version(given, content_type)
@@ -242,7 +244,7 @@ class Distribution:
     def _messages(
         self, outer: DelayHeaders, envelope: OpenedEnvelope, is_authentic: bool
     ) -> Iterator[Outgoing]:
-        """Return the messages of an envelope that was checked."""
+        """Return the messages of a checked envelope."""
         for item in envelope:
             inner, problems = header_names.parse({**envelope.headers, **item.headers})
             headers = _under(outer, inner)
@@ -257,7 +259,7 @@ class Distribution:
 
 
 def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
-    """Return what the headers of a message in an envelope say, with what the envelope's say."""
+    """Return the headers of a message in an envelope, completed from the envelope's headers."""
     return inner._replace(
         due_ms=outer.due_ms,
         exchange=outer.exchange if inner.exchange is None else inner.exchange,
@@ -270,17 +272,17 @@ def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
 
 
 def _refuse_other_than_key(word: str, named: object) -> None:
-    """Refuse a message whose headers lead past the queue in its routing key.
+    """Refuse a message whose headers name another destination than the queue in its routing key.
 
-    The broker checks the key of each message against its sender's topic permissions, and cannot
-    check the headers (https://www.rabbitmq.com/docs/access-control#topic-authorisation).
+    The broker checks the routing key against the sender's topic permissions, but cannot check the
+    headers (https://www.rabbitmq.com/docs/access-control#topic-authorisation).
 
     Args:
-        word: The last word of the key: a queue, which the message has not found.
-        named: What :func:`_named_by` returns.
+        word: The last word of the key: a queue, which the message did not reach.
+        named: The destination from :func:`_named_by`.
 
     Raises:
-        UnprocessableMessage: The headers name something else.
+        UnprocessableMessage: The headers name another destination.
     """
     queue = decode_destination(word)
     if named is None or (isinstance(named, str) and named == queue):
@@ -288,16 +290,16 @@ def _refuse_other_than_key(word: str, named: object) -> None:
     if isinstance(named, str) and queue is None and encode_destination(named) == word:
         return
     raise UnprocessableMessage(
-        f"its routing key is for the queue {shortened(word if queue is None else queue)}, and "
-        f"it names {shortened(named)}"
+        f"its routing key is for the queue {shortened(word if queue is None else queue)}, but "
+        f"its headers name {shortened(named)}"
     )
 
 
 def _named_by(headers: DelayHeaders) -> str | tuple[str, str | None] | None:
-    """Return what a message's headers say it is for: a queue, or an exchange and a routing key.
+    """Return the destination in a message's headers: a queue, or an exchange and a routing key.
 
-    None if they say nothing. With a queue, exchange and key only say where a retry of the task
-    goes, which its worker checks.
+    None without one. Beside a queue, exchange and routing key are only the destination of a retry,
+    which the worker checks.
     """
     if headers.queue is not None or headers.exchange is None:
         return headers.queue

@@ -1,20 +1,20 @@
-"""Many messages in one: the envelope's format, written and read. Pure.
+"""The format of an envelope, one message that holds many: write and read it. Pure.
 
 The messages of an envelope share a destination and a due time, and so most of their headers and
 properties. The body of an envelope is one zlib stream (RFC 1950), with the preset dictionary
 :data:`DICTIONARY` or without one. Uncompressed, it holds these blocks:
 
-* what all messages share, a JSON object: ``headers``, ``properties``, and ``copies`` of both: names
-  whose value repeats another header of the same item, e.g. ``{"headers": {"root_id": "id"}}``;
-* for each message two blocks: a JSON object with its own ``headers`` and ``properties``, which
-  override the shared ones, and its body.
+* the shared block, a JSON object with ``headers``, ``properties`` and ``copies``. ``copies`` maps
+  headers and properties to the header of the same message whose value they repeat, e.g.
+  ``{"headers": {"root_id": "id"}}``;
+* two blocks per message: a JSON object with its own ``headers`` and ``properties``, which override
+  the shared ones, and its body.
 
-A block is its length in bytes, 4 bytes big-endian, and that many bytes. JSON is UTF-8. It cannot
-express bytes, dates and decimals: a message that has one in a header is sent by itself.
+A block is its length (4 bytes, big-endian), and that many bytes. JSON is UTF-8. It cannot express
+bytes, dates and decimals: a message with one of these in a header is sent by itself.
 
-Anybody may have written an envelope, and zlib makes a thousand bytes of one. So
-:class:`OpenedEnvelope` reads it block by block, each time anew, and never holds more of it than a
-message.
+A hostile client may write an envelope in which zlib expands one byte to a thousand. So
+:class:`OpenedEnvelope` reads the envelope block by block, and never holds more than one message.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MAX_ENVELOPE_MESSAGES: Final = 100_000
 #: Maximum bytes in an envelope, uncompressed.
 MAX_ENVELOPE_BYTES: Final = 64 * 2**20
 
-#: The preset dictionary: names and usual values of a Celery task. It is part of the format; another
-#: one would be the format's next version. The parts that most envelopes repeat stand at its end,
+#: The preset dictionary: names and usual values of a Celery task. It is part of the format; a
+#: different dictionary needs a new version of the format. The most frequent parts stand at the end,
 #: where references to them are shortest (RFC 1950, section 2.2).
 DICTIONARY: Final = (
     b'{"headers":{"lang":"py","task":"shadow":null,"eta":null,"expires":null,"group":null,'
@@ -52,17 +52,17 @@ DICTIONARY: Final = (
     b'\0\0\0b{"headers":{"id":"'
 )
 
-#: How hard an envelope is compressed: higher costs more time than it saves bytes.
+#: The compression level of envelopes: higher levels cost much time, and save few bytes.
 COMPRESSION: Final = 1
 
 #: The properties that a message in an envelope may have, in AMQP's order.
 _PROPERTIES: Final = tuple(name for name in MESSAGE_PROPERTIES if name != "application_headers")
 
-#: Maximum bytes of a block of headers and properties. They have to fit into a frame, which has
-#: 131,072 bytes by default; but JSON of many megabytes takes twenty times as many in Python.
+#: Maximum bytes of a block of headers and properties. These have to fit into a frame, of 131,072
+#: bytes by default, so no valid block is larger; decoded JSON takes 20 times as many in Python.
 MAX_HEADER_BLOCK_BYTES: Final = 2**20
 
-#: Bytes that are decompressed at a time, and of which they are.
+#: Decompressed, and compressed, bytes per step.
 _CHUNK: Final = 65_536
 _COMPRESSED_CHUNK: Final = 16_384
 
@@ -75,7 +75,7 @@ class Item(NamedTuple):
     Attributes:
         body: Its body.
         headers: Its own headers, which override the shared ones.
-        properties: Its own AMQP message properties, likewise.
+        properties: Its own AMQP message properties, which override the shared ones.
     """
 
     body: bytes
@@ -92,7 +92,7 @@ class Item(NamedTuple):
         return length_prefixed(own) + length_prefixed(self.body)
 
     def properties_with(self, shared: Mapping[str, object]) -> dict[str, object]:
-        """Return its AMQP properties, with those that all share; names that AMQP lacks are left."""
+        """Return its AMQP properties and the shared ones; drop names that AMQP does not have."""
         both = {**shared, **self.properties}
         return {name: both[name] for name in _PROPERTIES if name in both}
 
@@ -102,7 +102,7 @@ def packed(
     headers: Mapping[str, object] = {},
     properties: Mapping[str, object] = {},
 ) -> bytes:
-    """Return the body of a message that holds messages.
+    """Return the body of an envelope.
 
     Args:
         items: The messages.
@@ -117,10 +117,10 @@ def packed(
 
 
 class OpenedEnvelope:
-    """An envelope that is read as far as somebody asks.
+    """A lazily read envelope.
 
-    Each iteration reads the messages anew, and raises :class:`.InvalidEnvelope` at what cannot be
-    read, or exceeds a limit.
+    Every iteration reads the messages again, and raises :class:`.InvalidEnvelope` at a message that
+    cannot be read or exceeds a limit.
 
     Args:
         body: The body of the message.
@@ -131,7 +131,7 @@ class OpenedEnvelope:
         properties: The AMQP message properties that all messages have.
 
     Raises:
-        InvalidEnvelope: What all messages share cannot be read, or exceeds a limit.
+        InvalidEnvelope: The shared block cannot be read, or exceeds a limit.
     """
 
     def __init__(self, body: bytes, max_body_bytes: int = MAX_ENVELOPE_BYTES) -> None:
@@ -140,7 +140,7 @@ class OpenedEnvelope:
             raise InvalidEnvelope("it is empty")
         read = _from_json(shared)
         self.headers, self.properties = _parts(read)
-        # Names of headers, and of properties, and the header whose value each of them repeats.
+        # Names of headers and properties, with the header whose value they repeat.
         self._copied_headers, self._copied_properties = _parts(read.get("copies", {}))
         self._body = body
         self._max_body_bytes = max_body_bytes
@@ -164,7 +164,7 @@ class OpenedEnvelope:
 
 
 class _Blocks:
-    """The blocks of a stream, one after the other."""
+    """A reader of the blocks of a stream."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
@@ -174,11 +174,11 @@ class _Blocks:
         """Return the next block; None at the end.
 
         Args:
-            most: The bytes that it may have.
-            what: What it is, for the error.
+            most: The maximum of bytes.
+            what: The kind of block, for the error.
 
         Raises:
-            InvalidEnvelope: It is larger, or the stream ends within it or cannot be read.
+            InvalidEnvelope: It is too large, or the stream ends within it or cannot be read.
         """
         length = self._read(_LENGTH.size)
         if not length:
@@ -187,7 +187,7 @@ class _Blocks:
             raise InvalidEnvelope("it ends in the middle of a length")
         (size,) = _LENGTH.unpack(length)
         if size > most:
-            raise InvalidEnvelope(f"a {what} of {size} bytes is in it, more than {most}")
+            raise InvalidEnvelope(f"it has a {what} of {size} bytes, more than {most}")
         block = self._read(size)
         if len(block) < size:
             raise InvalidEnvelope("it ends in the middle of a block")
@@ -229,10 +229,10 @@ def shared_block(
 
 
 def compressed(blocks: bytes) -> bytes:
-    """Return the body of an envelope whose blocks are written already.
+    """Return the body of an envelope from its encoded blocks.
 
     Args:
-        blocks: The shared block, then the two blocks of each message.
+        blocks: The shared block, then two blocks per message.
 
     Raises:
         InvalidEnvelope: There are too many bytes.
@@ -244,7 +244,7 @@ def compressed(blocks: bytes) -> bytes:
 
 
 def blocks_of(data: bytes) -> Iterator[bytes]:
-    """Yield the blocks of an envelope that is not compressed, without their lengths.
+    """Yield the blocks of an uncompressed envelope, without their lengths.
 
     Raises:
         InvalidEnvelope: It ends in the middle of a block.
@@ -286,15 +286,14 @@ def _to_json(**parts: Mapping[str, object]) -> bytes:
 
 
 def _finite(literal: str) -> float:
-    """Return a number that RabbitMQ reads: at any other one, it closes the connection."""
+    """Return a finite number: RabbitMQ closes the connection at any other."""
     number = float(literal)
     if not math.isfinite(number):
         raise ValueError(f"{shortened(literal)} is not finite")
     return number
 
 
-#: Made once: an envelope has as many blocks as messages, and a decoder takes longer to make than to
-#: read one of them.
+#: Created once, because creating a decoder takes longer than decoding a block.
 _JSON: Final = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 
@@ -319,7 +318,7 @@ def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(headers, dict) or not isinstance(properties, dict):
         raise InvalidEnvelope("a block is not a JSON object of headers and properties")
     if properties.get("content_type") == ENVELOPE:
-        raise InvalidEnvelope("there is an envelope in it")
+        raise InvalidEnvelope("it contains an envelope")
     return headers, properties
 
 

@@ -1,14 +1,13 @@
-"""The messages that a module publishes for one that it has received. Pure.
+"""The messages that go back into the levels (early or retried), or to ``undeliverable``. Pure.
 
-A message goes back into the levels because its destination does not take it, or because it is
-early. The pauses before another attempt grow from a second to ten minutes, so that a destination in
-trouble costs little, however long that lasts and however many messages are due for it. No message
-waits in a module for it. A message that only a worker of a later version can read goes back in the
-same way.
+A message goes back into the levels because its destination does not take it, because it is early,
+or because only a worker of a later version can read it. The pauses between retries grow from a
+second to ten minutes, so a destination in trouble costs little, even with many messages and for a
+long time. No message waits in a module.
 
-The levels release a message early if a policy gives their queues a shorter ``message-ttl`` than
-their own, because RabbitMQ applies the lower one (https://www.rabbitmq.com/docs/ttl). If the clocks
-of producer and worker differ, a message only looks early. These cases look the same, so it
+The levels release a message early if a policy gives their queues a shorter ``message-ttl``, because
+RabbitMQ applies the lower one (https://www.rabbitmq.com/docs/ttl). If the clocks of producer and
+worker differ, a message only looks early. A worker cannot distinguish these cases, so the message
 goes back in both: a task never starts early, and wrong clocks delay it by their difference, once.
 """
 
@@ -46,18 +45,19 @@ from celery_rabbitdelay.publishing.signature import SigningKeys, signed
 
 logger = logging.getLogger(__name__)
 
-#: What the log says of a message of a later version: what it is, and why it is of one.
+#: The log line of a message of a later version: the message, and the reason.
 LATER_VERSION: Final = (
     "%s goes back into the delay levels, unopened: %s. Upgrade celery_rabbitdelay on all workers: "
-    "without one of the later version, it is undeliverable after rabbitdelay_retry_for. Others go "
-    "back without a word for an hour."
+    "without a worker of the later version, it is undeliverable after rabbitdelay_retry_for. "
+    "For an hour, further such messages are only counted."
 )
 
-#: What the log says of a message that is early: what it is, and by how many seconds.
+#: The log line of an early message: the message, and by how many seconds it is early.
 _EARLY: Final = (
     "%s left the delay levels %.1f s before it is due, by the clock of this machine, and goes back "
-    "into them for the rest. Others go back without a word for an hour. Likely causes: a policy "
-    "with a short message-ttl (see `rabbitmqctl list_policies`), or clocks that differ (`date -u`)."
+    "into them for the rest. For an hour, further such messages are only counted. Likely causes: a "
+    "policy with a short message-ttl (see `rabbitmqctl list_policies`), or clocks that differ "
+    "(`date -u`)."
 )
 
 #: Bytes of a frame reserved for headers that the broker adds, such as ``x-death``.
@@ -71,14 +71,14 @@ class Outgoing(NamedTuple):
         exchange: The exchange; empty for the default one.
         routing_key: The routing key.
         message: The message.
-        reroute: For a message that goes into the levels, returns exchange and routing key anew at
-            each attempt, because they depend on the time that is left; None for any other message.
-        via: Exchange and routing key by which it reaches the above; None if it is published
-            straight there.
-        obstacle: Why it is not published now, but tried later straight from the levels; None if it
-            is published.
-        is_authentic: Whether the module signs it, if there is a key. Not if it is made of a message
-            whose sender has shown no key.
+        reroute: For a message that goes into the levels: returns the current exchange and routing
+            key, which depend on the remaining time. None for any other message.
+        via: Another exchange and routing key that lead to its destination; None if it is published
+            directly.
+        obstacle: Why it is not published now, but retried later straight from the levels; None if
+            it is published.
+        is_authentic: Whether the module signs it, if there is a key. False if the sender of the
+            received message has not signed.
     """
 
     exchange: str
@@ -91,7 +91,7 @@ class Outgoing(NamedTuple):
 
     @property
     def address(self) -> tuple[str, str]:
-        """The exchange and the routing key that it is published with."""
+        """The exchange and the routing key to publish it with."""
         return self.via or (self.exchange, self.routing_key)
 
 
@@ -104,7 +104,7 @@ def into_levels(
         topology: The topology.
         message: The message, with all headers that its destination needs.
         due: When it is due.
-        destination: The queue that gets it then, or :data:`.DISTRIBUTION`.
+        destination: The queue that gets the due message, or :data:`.DISTRIBUTION`.
     """
     task_id = message.task_id
 
@@ -116,26 +116,27 @@ def into_levels(
 
 
 def with_destination(outgoing: Outgoing, **changes: Any) -> WaitingMessage:
-    """Return a message whose headers say where distribution publishes it.
+    """Return a message with its destination in the headers, for distribution.
 
-    What they say already stays: distribution has left it, because its consumer needs it.
+    An exchange or routing key in the headers stays: the consumer needs it, so distribution has left
+    it there.
 
     Args:
-        outgoing: The message, with the exchange and key that it goes to then.
-        **changes: What else its headers say from now on; see :class:`.DelayHeaders`.
+        outgoing: The message, with its exchange and key.
+        **changes: Further headers to set; see :class:`.DelayHeaders`.
     """
-    exchange, routing_key, (body, properties, said) = outgoing[:3]
-    told = said._replace(
-        exchange=exchange if said.exchange is None else said.exchange,
-        routing_key=routing_key if said.routing_key is None else said.routing_key,
-        expiration=said.expiration or properties.get("expiration"),
+    exchange, routing_key, (body, properties, headers) = outgoing[:3]
+    changed = headers._replace(
+        exchange=exchange if headers.exchange is None else headers.exchange,
+        routing_key=routing_key if headers.routing_key is None else headers.routing_key,
+        expiration=headers.expiration or properties.get("expiration"),
         **changes,
     )
-    return WaitingMessage(body, {**properties, "expiration": None}, told)
+    return WaitingMessage(body, {**properties, "expiration": None}, changed)
 
 
 def delayed_task(message: amqp.Message, destination: Destination, due_ms: int) -> WaitingMessage:
-    """Return a task that was received, as its sender would have delayed it.
+    """Return a received task as a delayed one, as if its sender had delayed it.
 
     Args:
         message: Its message, restored if it was delayed before.
@@ -144,22 +145,22 @@ def delayed_task(message: amqp.Message, destination: Destination, due_ms: int) -
     """
     headers, _ = header_names.parse(headers_of(message))
     others = {**headers.others, **({"eta": None} if "eta" in headers.others else {})}
-    said = DelayHeaders(
+    delayed = DelayHeaders(
         due_ms,
         destination.exchange,
         destination.routing_key,
         registry=headers.registry,
         others=others,
     )
-    return WaitingMessage.of(message, said).having(expiration=None)
+    return WaitingMessage.of(message, delayed).having(expiration=None)
 
 
 def encoded(outgoing: Outgoing, frame_max: int) -> Content:
-    """Return a message as AMQP writes it, persistent.
+    """Return a message encoded for AMQP, persistent.
 
     Args:
         outgoing: The message, with its exchange and key.
-        frame_max: The bytes of a frame, which headers and properties have to fit into.
+        frame_max: The frame size; headers and properties have to fit into a frame.
 
     Raises:
         UnprocessableMessage: AMQP cannot carry it.
@@ -169,25 +170,25 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
             raise UnprocessableMessage(
                 f"the {what} {shortened(word)} has more than {MAX_SHORTSTR_BYTES} bytes"
             )
-    body, given, said = outgoing.message
+    body, given, delay_headers = outgoing.message
     expiration = given.get("expiration")
     if expiration is not None and not header_names.is_expiration(expiration):
-        # The broker would close the channel, with all that is in flight on it.
+        # The broker would close the channel, and fail all messages in flight on it.
         raise UnprocessableMessage(
             f"its expiration is {shortened(expiration)}, not a number of milliseconds"
         )
     try:
-        headers = said.to_headers()
+        headers = delay_headers.to_headers()
         properties = {**given, "delivery_mode": PERSISTENT, "application_headers": headers}
         content = Content(encoded_properties(properties), body)
     except Exception as error:
-        # Values of wrong types raise errors of many kinds.
+        # Values of wrong types raise many kinds of errors.
         reason = f"a header or property cannot be written: {shortened(error)}"
         raise UnprocessableMessage(reason) from error
     size = len(content.properties)
     if size > frame_max - FRAME_RESERVE:
         raise UnprocessableMessage(
-            f"its headers and properties take {size} bytes, a frame has {frame_max}"
+            f"its headers and properties take {size} bytes, and a frame has {frame_max}"
         )
     return content
 
@@ -199,9 +200,9 @@ def to_undeliverable(
 
     Args:
         topology: The levels, with the exchange of undeliverable messages.
-        outgoing: The message, with the exchange and key that it was meant for.
+        outgoing: The message, with its intended exchange and key.
         reason: Why it cannot be delivered.
-        redriven: How often the message was redriven that the module has received for it.
+        redriven: How often the received message was redriven.
     """
     left = with_destination(outgoing, reason=reason, redriven=redriven)
     exchange = topology.module_queues.undeliverable.exchange.name
@@ -209,19 +210,19 @@ def to_undeliverable(
 
 
 def without_headers(outgoing: Outgoing) -> Outgoing:
-    """Return a message for ``undeliverable`` without the headers that do not fit into a frame."""
-    said = outgoing.message.headers
-    kept = DelayHeaders(reason=said.reason, redriven=said.redriven)
+    """Return a message for ``undeliverable`` with no headers but the reason and the redrives."""
+    headers = outgoing.message.headers
+    kept = DelayHeaders(reason=headers.reason, redriven=headers.redriven)
     return Outgoing(outgoing.exchange, "", WaitingMessage(outgoing.message.body, {}, kept))
 
 
-#: The longest time, in milliseconds, for which a message is put back at once. A clock that is years
-#: behind, on a machine that has just booted for example, then costs a day and not those years.
+#: The longest time for which a message is put back, in milliseconds. If a clock is years behind, as
+#: on a machine that has just booted, tasks are a day late at most, and not years.
 MAX_PAUSE_MS: Final = 86_400_000
 
 
-#: How much further ahead than the longest delay the due time of a message may be that has left the
-#: levels, in milliseconds: a day. The clock of its sender or of the worker may be wrong.
+#: How far the remaining delay of an early message may exceed the longest delay, in milliseconds: a
+#: day, because the clock of the sender or of the worker may be wrong.
 DUE_SLACK_MS: Final = 86_400_000
 
 
@@ -232,7 +233,7 @@ class EarlyMessages:
         topology: The levels.
         tolerated_ms: How many milliseconds early a message may be: the setting
             ``rabbitdelay_early_tolerance``.
-        on_early: Called for each message that was not expected to be early.
+        on_early: Called for every message that is unexpectedly early.
     """
 
     def __init__(
@@ -247,15 +248,15 @@ class EarlyMessages:
         self._warnings = WarningLimit(logger, "Early messages", HOUR)
 
     def until(self, headers: DelayHeaders, what: Callable[[], str]) -> int | None:
-        """Return when a message is due that is early; None if it is not.
+        """Return the due time of an early message; None if it is not early.
 
         Args:
             headers: Its headers.
-            what: Says what it is, for the log.
+            what: Returns its name, for the log.
         """
         now_ms = wall_clock.ms()
         by_ms = (headers.due_ms or 0) - now_ms
-        # Nothing is tolerated if it was put back before for only a part of its delay.
+        # No tolerance for a message that was put back for only a part of its delay.
         if by_ms <= (0 if headers.early.until_ms else self._tolerated_ms):
             return None
         if not headers.early.expects(now_ms, self._tolerated_ms):
@@ -265,15 +266,17 @@ class EarlyMessages:
         return now_ms + by_ms
 
     def put_back(self, message: WaitingMessage) -> Outgoing | None:
-        """Return the message as it goes back into the levels; None if it is not early.
+        """Return an early message as it goes back into the levels; None if it is not early.
 
         An envelope goes back as a whole. Body, headers and properties stay, and distribution gets
-        the message again, when it is due.
+        the message again when it is due.
 
         Raises:
             UnprocessableMessage: It is early by more than the longest delay.
         """
-        until_ms = self.until(message.headers, lambda: f"Distribution: message {message.task_id}")
+        until_ms = self.until(
+            message.headers, lambda: f"rabbitdelay distribution: message {message.task_id}"
+        )
         if until_ms is None:
             return None
         # The delay was checked when the message came in. A due time too far ahead is forged, and
@@ -285,16 +288,15 @@ class EarlyMessages:
 def waiting_on(
     topology: Topology, message: WaitingMessage, until_ms: int
 ) -> tuple[WaitingMessage, Due]:
-    """Return a message that goes back into the levels, and for how long it waits there.
+    """Return a message that goes back into the levels, and until when it waits there.
 
-    That is for the rest, or if it is longer, for :data:`MAX_PAUSE_MS` or the capacity of the
-    levels: then the message arrives early once more.
+    It waits for :func:`pause_ms`; if that is only a part of the rest, it arrives early again.
 
     Args:
         topology: The levels.
         message: The message, with its due time.
-        until_ms: Until when it waits on, in milliseconds since 1970-01-01 UTC. It is not its due
-            time if the registry says that a task waits.
+        until_ms: When it may run, in milliseconds since 1970-01-01 UTC: its due time, or later if
+            the registry lets the task wait.
     """
     now_ms, early = wall_clock.ms(), message.headers.early
     at_ms = min(now_ms + pause_ms(max(until_ms - now_ms, 0), topology), until_ms)
@@ -305,26 +307,25 @@ def waiting_on(
 
 
 def pause_ms(by_ms: int, topology: Topology) -> int:
-    """Return for how many milliseconds to put a message back that is early by ``by_ms``.
+    """Return for how many milliseconds to put back a message that is ``by_ms`` early.
 
-    That is the rest, or if it is longer, :data:`MAX_PAUSE_MS` or the capacity of the levels: then
-    the message arrives early once more.
+    All of it, but at most :data:`MAX_PAUSE_MS` and the capacity of the levels.
     """
     return min(by_ms, MAX_PAUSE_MS, topology.layout.capacity_ms)
 
 
-#: Seconds before the second attempt, and each further pause as a share of the time since the first
+#: Seconds before the first retry, and further pauses as a share of the time since the first
 #: failure: a destination that was away for a minute gets its messages some 12 s after its return.
 PAUSES: Final = (1.0, 0.2)
 
-#: The same if other queues may have the message already, and get a copy with each attempt.
+#: The same if other queues may have the message already, and get a copy with every retry.
 PAUSES_WITH_COPIES: Final = (60.0, 1.0)
 
 #: The longest pause, in seconds.
 LONGEST_PAUSE: Final = 600.0
 
-#: Each pause is multiplied by a random number in this range, so that messages which were refused
-#: together do not come back together.
+#: The range of the random factor of pauses, so that messages that failed together do not return
+#: together.
 JITTER: Final = (0.75, 1.25)
 
 _MS_PER_S: Final = 1000
@@ -332,11 +333,11 @@ _MS_PER_S: Final = 1000
 
 @dataclass(frozen=True)
 class Redelivery:
-    """Decides when a message is tried again, and when it is given up.
+    """Decides when a message is retried, and when it is undeliverable.
 
     Attributes:
         topology: The levels that it waits in.
-        seconds: How long a message is tried again; 0 for not at all.
+        seconds: For how long a message is retried; 0 for no retries.
         jitter: Returns a random number between two others.
         signing_keys: Signs the message that waits; None: it stays unsigned.
     """
@@ -349,16 +350,16 @@ class Redelivery:
     def after_failure(
         self, outgoing: Outgoing, received: DelayHeaders, reason: str, makes_copies: bool = False
     ) -> Outgoing:
-        """Return what to publish for a message that its destination has not taken.
+        """Return the message to publish after a destination has not taken a message.
 
         Args:
             outgoing: The message, with its destination.
-            received: The parsed headers of the message that the module received.
+            received: The parsed headers of the received message.
             reason: Why the destination has not taken it.
-            makes_copies: Whether other queues may have taken it, and get it with each attempt.
+            makes_copies: Whether other queues may have taken it, and get a copy with every retry.
 
         Returns:
-            The message for the levels; for ``undeliverable`` if it has been tried for too long.
+            The message for the levels; for ``undeliverable`` after the last retry.
         """
         failures, reasons, due = self._again(received.failures, reason, makes_copies)
         if due is None:
@@ -366,7 +367,7 @@ class Redelivery:
         message = with_destination(
             outgoing, failures=failures, reason=reason, redriven=received.redriven
         )
-        # Only distribution gives a priority back, and one of classic levels need not go there.
+        # Only distribution restores a priority, and a message of classic levels may bypass it.
         if outgoing.obstacle is None or self.topology.queue_type == "quorum":
             message = message.with_low_priority()
         if outgoing.is_authentic:
@@ -377,22 +378,23 @@ class Redelivery:
     def until_upgraded(
         self, message: amqp.Message, reason: str, destination: str = DISTRIBUTION
     ) -> Outgoing:
-        """Return what to publish for a message that only a later version can read.
+        """Return the message to publish for a message that only a later version can read.
 
-        Its body, its properties and all its headers stay; those that count the attempts are added.
-        Quorum queues in the levels take no priority above :data:`.MAX_PRIORITY`. The header that
-        keeps a higher one is added if the message is not signed: a signature covers that header,
-        and whoever cannot read a message does not sign it.
-        If it is not due yet, which every version reads from the same header, it waits until then,
-        and that is no attempt.
+        Body, properties and headers stay; headers that count the attempts are added. Quorum queues
+        in the levels take no priority above :data:`.MAX_PRIORITY`. A header that keeps a higher
+        priority is added unless the message is signed: the signature covers that header, and this
+        version cannot sign a message that it cannot read.
+
+        If the message is not due yet, it waits until then, which does not count as an attempt.
+        Every version has the same header for the due time.
 
         Args:
-            message: The message, as it was received.
+            message: The received message.
             reason: Why this version cannot read it.
             destination: The queue that it came from, or :data:`.DISTRIBUTION`.
 
         Returns:
-            The message for the levels; for ``undeliverable`` if it has been tried for too long.
+            The message for the levels; for ``undeliverable`` after the last retry.
         """
         left = WaitingMessage.unopened(message).having(expiration=None)
         waiting = left
@@ -415,15 +417,15 @@ class Redelivery:
     def _again(
         self, former: Failures | None, reason: str, makes_copies: bool = False
     ) -> tuple[Failures, str, Due | None]:
-        """Return the failed attempts with one more, all reasons, and until when the message waits.
+        """Return the failures after one more, the reason, and until when the message waits.
 
         Args:
-            former: The failed attempts before it.
-            reason: Why it has failed.
-            makes_copies: Whether other queues get the message with each attempt.
+            former: The earlier failures.
+            reason: Why the last attempt has failed.
+            makes_copies: Whether other queues get a copy with every retry.
 
         Returns:
-            None for the last if it has failed for too long.
+            None instead of a time after the last retry.
         """
         now_ms = wall_clock.ms()
         failures = Failures(1, now_ms, reason)
@@ -435,12 +437,12 @@ class Redelivery:
             return failures, _explained(failures, reason), None
         first, share = PAUSES_WITH_COPIES if makes_copies else PAUSES
         pause = min(max(first, failing * share), LONGEST_PAUSE) * self.jitter(*JITTER)
-        # Above the capacity, it would wait in meditation, which needs check-in.
+        # A longer pause would go through meditation, which needs check-in.
         return failures, reason, Due.after(min(pause, self.topology.layout.capacity_ms / _MS_PER_S))
 
 
 def _explained(failures: Failures, reason: str) -> str:
-    """Return a text with the first and the last reason."""
+    """Return the first and the last reason as one text."""
     if failures.attempts == 1:
         return reason
     since = datetime.fromtimestamp(failures.since_ms / _MS_PER_S, UTC)

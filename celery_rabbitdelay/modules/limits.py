@@ -1,7 +1,7 @@
-"""What a message may reach, and what it may cost: destinations, bytes, nesting, delay. Pure.
+"""The limits of a message: allowed destinations, nesting and delay. Pure.
 
-Anybody who may publish to check-in writes what a worker reads, in the main process of Celery. A
-message beyond a limit is refused at once, with a reason, and lies in ``undeliverable``.
+Any client of check-in writes messages that a worker reads in Celery's main process. A message
+beyond a limit is refused at once, and goes to ``undeliverable`` with a reason.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.publishing.destination import bindings_of
 
-#: Tables and arrays within each other in the headers of a message. py-amqp reads and writes them by
-#: recursion: some 300 raise a RecursionError in a worker.
+#: Maximum nesting of tables and arrays in the headers of a message. py-amqp reads and writes them
+#: recursively: some 300 levels raise a RecursionError in a worker.
 MAX_DEPTH: Final = 32
 
-#: What AMQP's tables and arrays are in Python.
+#: The Python types of AMQP's tables and arrays.
 _CONTAINERS: Final = (dict, list, tuple)
 
 
@@ -31,11 +31,11 @@ class AllowedDestinations:
     """An immutable allow-list, so any thread may read it.
 
     Attributes:
-        queues: The names of queues, reached over the default exchange.
-        exchanges: The names of exchanges.
+        queues: The names of allowed queues, reached through the default exchange.
+        exchanges: The names of allowed exchanges.
         patterns: Glob patterns for the names of both: ``*`` matches any characters, ``?`` one.
-        never: The names of queues and exchanges that are not allowed, whatever the others say.
-        never_patterns: Glob patterns for such names.
+        never: The names of forbidden queues and exchanges; they take precedence.
+        never_patterns: Glob patterns for forbidden names.
         is_list: Whether nothing else is allowed: ``rabbitdelay_distribution_allowed`` is a list.
     """
 
@@ -53,13 +53,13 @@ class AllowedDestinations:
 
     @classmethod
     def of_queues(cls, queues: Iterable[Queue]) -> Self:
-        """Allow these queues and every exchange that one of them is bound to."""
+        """Allow these queues, and the exchanges that they are bound to."""
         queues = tuple(queues)
         sources = {source.name for queue in queues for source, _ in bindings_of(queue)}
         return cls(frozenset(queue.name for queue in queues), frozenset(sources - {""}))
 
     def also(self, patterns: Iterable[str]) -> Self:
-        """Allow what matches further patterns, too."""
+        """Allow names that match further patterns, too."""
         return replace(self, patterns=(*self.patterns, *patterns))
 
     def includes(self, exchange: str, routing_key: str) -> bool:
@@ -70,13 +70,13 @@ class AllowedDestinations:
         return name in names or any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def names(self, exchange: str, routing_key: str) -> bool:
-        """Return whether distribution reaches a destination as it is named.
+        """Return whether distribution publishes to a destination directly.
 
-        A queue that the configuration names is reached by the default exchange. Without a list, two
-        more kinds of destination are allowed: every other exchange, because a producer may name one
-        that the worker's application does not know; and the queues that are bound to the delivery
-        exchange, by that exchange. A client that may publish into the levels reaches such a queue
-        without distribution, too. False means such a queue.
+        A queue that the configuration names is reached through the default exchange. Without a
+        list, two more kinds of destination are allowed. One is any other exchange, because a
+        producer may name one that the worker's application does not know. The other is a queue that
+        is bound to the delivery exchange, through that exchange: here the answer is False. A client
+        that may publish into the levels reaches such a queue without distribution, too.
 
         Args:
             exchange: The exchange; empty for the default one.
@@ -106,12 +106,12 @@ class AllowedDestinations:
         )
 
 
-#: For a program without settings: every destination is named.
+#: For a program without settings: all destinations are allowed.
 ANYWHERE: Final = AllowedDestinations.matching(["*"])
 
 
 def where_in_words(exchange: str, routing_key: str) -> str:
-    """Return what a destination is called in a reason."""
+    """Return the name of a destination, for a reason."""
     return (
         f"the exchange {shortened(exchange)}" if exchange else f"the queue {shortened(routing_key)}"
     )
@@ -145,18 +145,16 @@ def check_depth(headers: Mapping[str, object]) -> None:
     """Refuse headers that are nested too deep.
 
     Raises:
-        UnprocessableMessage: More than :data:`MAX_DEPTH` tables or arrays are within each other.
+        UnprocessableMessage: The nesting exceeds :data:`MAX_DEPTH`.
     """
     layer: list[Any] = [headers]
     for _ in range(MAX_DEPTH + 1):
         layer = [
             inner
-            for each in layer
-            for inner in (each.values() if isinstance(each, dict) else each)
+            for table in layer
+            for inner in (table.values() if isinstance(table, dict) else table)
             if isinstance(inner, _CONTAINERS)
         ]
         if not layer:
             return
-    raise UnprocessableMessage(
-        f"its headers have more than {MAX_DEPTH} tables and arrays within each other"
-    )
+    raise UnprocessableMessage(f"its headers nest tables and arrays more than {MAX_DEPTH} deep")

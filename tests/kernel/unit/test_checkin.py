@@ -153,7 +153,7 @@ OPTIONS = ("exchange", "key", "content_type")
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"key": ""}, "it has no destination, neither a routing key nor rabbitdelay-exchange"),
+        ({"key": ""}, "it has no destination: neither a routing key nor rabbitdelay-exchange"),
         ({"key": "secret"}, "check-in may not reach the queue 'secret': see rabbitdelay_checkin_"),
         (
             {"key": "secret", headers.EXCHANGE: "office"},
@@ -176,7 +176,7 @@ OPTIONS = ("exchange", "key", "content_type")
         ({"BCC": ["secret"]}, "it has the header BCC"),
         ({"content_type": ENVELOPE, "x-delay": 1}, "it is an envelope"),
         ({"content_type": ENVELOPE.replace("1", "2"), "x-delay": 1}, "it is an envelope"),
-        ({"a": [DEEP]}, "its headers have more than 32 tables and arrays"),
+        ({"a": [DEEP]}, "its headers nest tables and arrays more than 32 deep"),
     ],
 )
 def test_what_is_refused_is_told_briefly(receive: Any, given: dict[str, Any], reason: str) -> None:

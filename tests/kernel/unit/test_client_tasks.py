@@ -55,7 +55,7 @@ def test_a_plain_task_passes_without_reply_to(embed: Any, separators: tuple[str,
     ],
 )
 def test_a_body_that_does_not_end_like_a_plain_one_is_refused(body: Any) -> None:
-    with pytest.raises(UnprocessableMessage, match="all is null: see rabbitdelay_checkin_trusted"):
+    with pytest.raises(UnprocessableMessage, match="all null: see rabbitdelay_checkin_trusted"):
         checked_task(message(body))
 
 
@@ -68,7 +68,7 @@ def test_a_header_that_a_worker_takes_for_them_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["celery.group", "celery.chord_unlock", None, 5, {}])
 def test_celerys_own_tasks_take_signatures_as_arguments(name: Any) -> None:
     for each in (message([[], {}, {}], {"task": name}), message({"task": name}, {})):
-        with pytest.raises(UnprocessableMessage, match="keeps to itself"):
+        with pytest.raises(UnprocessableMessage, match="is reserved for Celery"):
             checked_task(each)
 
 
@@ -83,18 +83,18 @@ TASK = {"task": "t"}
             for body in (b'{"task": "t"', b'{"task": "\xff"}', b'{"task": ' + b"[" * 100_000)
         ),
         *(
-            (message([[], {}, {}], TASK, content_type), "reads JSON alone")
+            (message([[], {}, {}], TASK, content_type), "reads JSON only")
             for content_type in ("application/x-python-serialize", "text/plain", None)
         ),
         # Whatever it looks like.
         *(
-            (message([[], {}, {}], told, content_encoding=encoding), "reads UTF-8 alone")
+            (message([[], {}, {}], told, content_encoding=encoding), "reads UTF-8 only")
             for told in ({}, TASK)
             for encoding in ("utf-16", "UTF-7", "unicode_escape", "rot13", 5)
         ),
         # Only a worker can open these.
         *(
-            (message(b"task: t", {}, content_type), "does not read")
+            (message(b"task: t", {}, content_type), "cannot check whether")
             for content_type in ("application/x-yaml", "application/x-msgpack")
         ),
         (message(b"x", {"compression": "application/x-gzip"}, None), "compressed"),

@@ -287,7 +287,9 @@ def test_headers_and_properties_fill_a_frame_but_for_two_kilobytes() -> None:
     large = outgoing(application_headers={"h": "v" * 500})
     size = len(encoded(large, FRAME).properties)
     assert encoded(large, size + 2048)
-    with pytest.raises(UnprocessableMessage, match=f"take {size} bytes, a frame has {size + 2047}"):
+    with pytest.raises(
+        UnprocessableMessage, match=f"take {size} bytes, and a frame has {size + 2047}"
+    ):
         encoded(large, size + 2047)
 
 
