@@ -1,4 +1,4 @@
-"""A thread beside the worker's event loop, which works on what the loop gives it, in batches."""
+"""A thread beside the worker's event loop that works on items in batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from celery_rabbitdelay.worker.celery_internals import Consumer, Hub
 
 logger = get_logger(__name__)
 
-#: Something that only the worker's event loop may run.
+#: A function that only the worker's event loop may call.
 Action: TypeAlias = Callable[[], None]
 
 #: Acknowledges a message: the function that Celery passes to a strategy.
@@ -30,18 +30,18 @@ Ack: TypeAlias = Callable[..., object]
 #: Items of one batch, at most.
 MAX_BATCH: Final = 200
 
-#: Seconds that a stopping worker waits for the batch that is being worked on.
+#: Seconds that a stopping worker waits for the current batch.
 STOP_TIMEOUT: Final = 2.0
 
 ItemT = TypeVar("ItemT")
 
 
 class BatchThread(ABC, Generic[ItemT]):
-    """Keeps what has to wait for a server away from the worker's event loop.
+    """Waits for servers outside of the worker's event loop.
 
-    Items that arrive while one batch is worked on make up the next one. Actions that only the event
-    loop may run are handed back to it; a socket wakes it. With gevent and eventlet, the thread is a
-    greenlet.
+    Items that arrive during a batch make up the next one. The thread hands actions that only the
+    event loop may run back to the loop, and wakes the loop by a socket. With gevent and eventlet,
+    the thread is a greenlet.
 
     Args:
         consumer: The worker's consumer, on one connection.
@@ -54,8 +54,8 @@ class BatchThread(ABC, Generic[ItemT]):
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
-        #: A heap of the items, each with the time from which on it may be worked on
-        #: (:func:`time.monotonic`), and the order of arrival.
+        #: A heap of the items, with their start times (:func:`time.monotonic`) and the order of
+        #: their arrival.
         self._given: list[tuple[float, int, ItemT]] = []
         self._numbers = count()
         self._changed = Condition()
@@ -72,11 +72,11 @@ class BatchThread(ABC, Generic[ItemT]):
         self._thread.start()
 
     def register(self, hub: Hub) -> None:
-        """Let the worker's event loop run the actions, which must run in it."""
+        """Let the worker's event loop run the actions."""
         hub.add_reader(self._wakes, self._run_actions)
 
     def give(self, item: ItemT, seconds: float = 0.0) -> None:
-        """Give the thread an item to work on, or to work on some seconds later."""
+        """Give the thread an item to work on, after some seconds."""
         with self._changed:
             heappush(self._given, (time.monotonic() + seconds, next(self._numbers), item))
             self._changed.notify()
@@ -84,7 +84,7 @@ class BatchThread(ABC, Generic[ItemT]):
     def stop(self) -> None:
         """End the thread, and run acknowledgements only; called by the worker.
 
-        The broker delivers again what was not worked on, and what the other actions are about.
+        The broker redelivers the messages of unfinished items and of other actions.
         """
         with self._changed:
             self._is_stopping = True
@@ -97,14 +97,14 @@ class BatchThread(ABC, Generic[ItemT]):
         self._waking.close()
 
     def act(self, action: Action, is_acknowledgement: bool = False) -> None:
-        """Have the event loop run an action soon; called in any thread."""
+        """Let the event loop run an action soon; called in any thread."""
         actions = self._acknowledgements if is_acknowledgement else self._actions
         actions.append(action)
         if self._consumer.hub is None:
-            # gevent and eventlet: this thread is a greenlet, which may run them.
+            # gevent and eventlet: this thread is a greenlet, which may run actions.
             _do_all(actions)
         else:
-            # If the socket is full, the loop wakes anyway; if it is closed, the worker has stopped.
+            # A full socket wakes the loop anyway; if the socket is closed, the worker has stopped.
             with suppress(OSError):
                 self._waking.send(b"\0")
 
@@ -112,22 +112,22 @@ class BatchThread(ABC, Generic[ItemT]):
         """Acknowledge a message with the function that Celery passes to a strategy: an action."""
         ack(logger, self._consumer.connection_errors)
         if self._consumer.hub is None:
-            # Before 5.7, Celery defers it then until the broker happens to send something.
+            # Before 5.7, Celery otherwise defers the ack until the broker sends a frame.
             self._consumer.perform_pending_operations()
 
     def begin(self) -> None:
-        """Do what comes before the first batch; called in the thread."""
+        """Prepare for the first batch; called in the thread."""
 
     @abstractmethod
     def work(self, batch: list[ItemT]) -> None:
-        """Work on items; called in the thread, must not raise."""
+        """Work on items; called in the thread."""
 
     def own_work_in(self) -> float:
-        """Return after how many seconds to call :meth:`work` even if nothing was given."""
+        """Return after how many seconds to call :meth:`work` even without items."""
         return math.inf
 
     def gather_for(self, first: int) -> float:
-        """Return for how many seconds to wait for more items, after the first ones have come."""
+        """Return for how many seconds to wait for more items after the first ones."""
         return 0.0
 
     def _run(self) -> None:
@@ -136,7 +136,7 @@ class BatchThread(ABC, Generic[ItemT]):
             try:
                 work()
             except Exception:  # the thread has to live on
-                logger.exception("%s", self.name)
+                logger.exception("%s: a batch failed; the thread goes on.", self.name)
             work = partial(self.work, self._next_batch())
 
     def _run_actions(self) -> None:
@@ -146,7 +146,7 @@ class BatchThread(ABC, Generic[ItemT]):
         _do_all(self._actions)
 
     def _next_batch(self) -> list[ItemT]:
-        """Wait for items that may be worked on, or for work of the thread's own."""
+        """Wait for items, or for the time of :meth:`own_work_in`."""
         with self._changed:
             while not (self._is_stopping or (batch := self._due(MAX_BATCH))):
                 patience = self.own_work_in()
@@ -165,7 +165,7 @@ class BatchThread(ABC, Generic[ItemT]):
         return batch
 
     def _due(self, most: int) -> list[ItemT]:
-        """Take the items that may be worked on by now, at most so many."""
+        """Take at most ``most`` of the items whose start time has come."""
         due: list[ItemT] = []
         now = time.monotonic()
         while self._given and self._given[0][0] <= now and len(due) < most:
@@ -179,4 +179,7 @@ def _do_all(actions: deque[Action]) -> None:
         try:
             action()
         except Exception:  # the caller goes on with its other actions
-            logger.exception("An action for a delayed task failed; RabbitMQ will redeliver it")
+            logger.exception(
+                "rabbitdelay worker: an action for a delayed task failed; RabbitMQ redelivers its "
+                "message once the worker reconnects or stops."
+            )

@@ -1,4 +1,4 @@
-"""The bootsteps of a worker: the declarations, restoring delayed tasks, and the modules."""
+"""The bootsteps of a worker: declare the levels, restore delayed tasks, and serve the modules."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerDeclaration:
-    """Declares what a worker needs: the levels, and its queues with their bindings.
+    """Declares the levels, and a worker's queues with their bindings.
 
-    The worker's consumer and its modules have a connection each. The first one that connects
-    declares for all of them. When one of them is lost, the broker may have lost its state: the next
-    one that connects looks for what is missing, and declares the levels only then. After a restart
-    of the broker all workers connect at once, and to look takes a tenth of the time.
+    The worker's consumer and its modules have separate connections. The first one that connects
+    declares everything for all of them. After a lost connection, the broker may have lost its
+    state: the next connection looks for missing levels, and declares the levels only if some are
+    missing. After a restart of the broker, all workers connect at once, and looking takes a tenth
+    of the time of declaring.
 
     Args:
         app: The worker's application.
@@ -64,22 +65,22 @@ class WorkerDeclaration:
         self._app = app
         self._lock = Lock()
         self._has_declared = False
-        #: The brokers where everything is declared. With a fail-over list, connections may reach
-        #: different brokers.
+        #: The brokers where everything is declared: with a fail-over list, connections may reach
+        #: different ones.
         self._brokers: set[str] = set()
 
     def declare(self, connection: Connection) -> None:
-        """Declare everything, unless that was done since the last loss of a connection.
+        """Declare everything once after the start, and after each lost connection.
 
-        With ``rabbitdelay_declare = "never"``, check that the levels are there.
+        With ``rabbitdelay_declare = "never"``, check that the levels exist.
 
         Args:
-            connection: A connection that is open.
+            connection: An open connection.
 
         Raises:
             LayoutConflict: Another layout is declared under the prefix.
             PermissionMissing: The broker's user may not declare it.
-            TopologyIncomplete: Something is missing, and the settings forbid to declare it.
+            TopologyIncomplete: Levels are missing, and the settings forbid declaring them.
         """
         with self._lock, permissions_named():
             broker = connection.as_uri()
@@ -102,14 +103,14 @@ class WorkerDeclaration:
             )
 
     def bind_own_queues(self, connection: Connection) -> None:
-        """Bind the queues that nobody else has: exclusive ones, and those for broadcasts.
+        """Bind the worker's own queues to the levels: exclusive queues, and queues for broadcasts.
 
-        Only the connection that has declared an exclusive queue can bind it. To the queue for
-        a broadcast, its worker returns a task that was early; if the distribution of another
-        application does it, only by the binding.
+        Only the connection that has declared an exclusive queue can bind it. The queue for a
+        broadcast needs the binding for early tasks: they return to it from the levels, or from the
+        distribution of another application.
 
         Args:
-            connection: The connection that has declared them.
+            connection: The connection that has declared the queues.
         """
         delays = self._app.rabbitdelay
         if delays.settings.declare != "auto":
@@ -121,16 +122,18 @@ class WorkerDeclaration:
             try:
                 bind_destination(connection, delays.topology, queue.name)
             except (NotFound, AccessRefused) as error:
-                # The tasks of a broadcast come by its exchange, and most of them are on time.
+                # A broadcast reaches its queue through an exchange, and needs the binding only if
+                # its task is early.
                 if isinstance(error, AccessRefused) and not is_broadcast:
                     raise
-                text = (
-                    "No delayed task reaches the queue %r, which cannot be bound to the levels: %s"
+                logger.warning(
+                    "Queue %r gets no delayed task, because it cannot be bound to the levels: %s",
+                    queue.name,
+                    error,
                 )
-                logger.warning(text, queue.name, error)
 
     def connection_lost(self) -> None:
-        """Look for what is missing on the next connection, and declare it."""
+        """Make the next connection look for missing levels, and declare them."""
         with self._lock:
             self._brokers.clear()
 
@@ -144,21 +147,22 @@ class DelayLevels(RabbitMQStep):
         """Replace Celery's ``DelayedDelivery`` step."""
         included: bool = super().include(consumer)
         if included:
-            # It would declare Celery's native delayed delivery.
+            # That step would declare Celery's native delayed delivery.
             consumer.steps[:] = [
                 step for step in consumer.steps if not isinstance(step, DelayedDelivery)
             ]
         return included
 
     def start(self, consumer: Consumer) -> None:
-        """Declare what is missing; Celery calls this on every new connection.
+        """Declare missing levels and queues; Celery calls this on every new connection.
+
+        All errors end the worker.
 
         Raises:
-            InvalidSetting: A ``rabbitdelay_*`` setting is wrong; the worker ends.
-            LayoutConflict: Another layout is declared under the prefix; the worker ends.
-            PermissionMissing: The broker's user may not declare it; the worker ends.
-            TopologyIncomplete: Something is missing, and the settings forbid to declare it; the
-                worker ends.
+            InvalidSetting: A ``rabbitdelay_*`` setting is invalid.
+            LayoutConflict: Another layout is declared under the prefix.
+            PermissionMissing: The broker's user may not declare it.
+            TopologyIncomplete: Levels are missing, and the settings forbid declaring them.
         """
         declaration: WorkerDeclaration = consumer.controller.rabbitdelay_declaration
         with consumer.app.connection_for_write() as connection:
@@ -167,25 +171,26 @@ class DelayLevels(RabbitMQStep):
         declaration.bind_own_queues(consumer.connection)
 
     def stop(self, consumer: Consumer) -> None:
-        """Celery calls this when the consumer's connection is lost, and when the worker ends."""
+        """Record a lost connection; Celery calls this also when the worker ends."""
         consumer.controller.rabbitdelay_declaration.connection_lost()
 
 
 class RestoreTasks(RabbitMQStep):
-    """Restores each delayed task on its arrival, and says whether and when it runs.
+    """Restores delayed tasks on their arrival, and decides whether and when they run.
 
-    Tasks that arrive before they are due go back into the levels; see :class:`EarlyTasks`. About
-    the others an addition is asked whose bootstep has set ``consumer.strategies.decisions``.
+    Tasks that arrive before they are due go back into the levels; see :class:`EarlyTasks`. Due
+    tasks run, unless the bootstep of an addition has set ``consumer.strategies.decisions``: then
+    the addition decides.
     """
 
     requires = (DelayLevels,)
 
     def create(self, consumer: Consumer) -> None:
-        """Let what Celery raises about a message of ours concern this message alone."""
+        """Confine an error that Celery raises about a message of ours to that message."""
         guard_consumer(consumer, partial(_refuse, consumer))
 
     def start(self, consumer: Consumer) -> None:
-        """Wrap the execution strategies, and begin to take early tasks of the new connection."""
+        """Wrap the execution strategies, and start the thread for early tasks."""
         if not isinstance(consumer.strategies, RestoringStrategies):
             takeover = consumer.app.rabbitdelay.settings.takeover
             consumer.strategies = RestoringStrategies(consumer, takeover, Origins(consumer))
@@ -196,11 +201,11 @@ class RestoreTasks(RabbitMQStep):
         bound_bodies(consumer, strategies.early_tasks.refuse_unopened)
 
     def register_with_event_loop(self, consumer: Consumer, hub: Hub) -> None:
-        """Let the event loop run what the thread needs from the worker's own thread."""
+        """Let the event loop run the actions of the thread for early tasks."""
         consumer.strategies.early_tasks.register(hub)
 
     def stop(self, consumer: Consumer) -> None:
-        """Take no more tasks of the connection that is lost or closed."""
+        """End the thread for early tasks of a lost or closed connection."""
         strategies = consumer.strategies
         if not isinstance(strategies, RestoringStrategies):
             return
@@ -216,22 +221,22 @@ def _refuse(consumer: Consumer, message: Message, error: Exception) -> None:
         early_tasks.refuse_unrunnable(message, error)
 
 
-#: The prefetch count of each module; distribution's is lower, as a message may be an envelope.
+#: The prefetch counts of the modules. Distribution's is lower: a message may be an envelope.
 PREFETCH: Final = {CHECK_IN: 1000, DISTRIBUTE: 300}
 
-#: Seconds after which both sides take a silent connection for lost.
+#: Seconds after which both sides consider a silent connection as lost.
 HEARTBEAT: Final = 60
 
 
 class Modules(RabbitMQStep):
-    """Serves the modules and what additions bring, each in a thread, on a connection of its own.
+    """Serves the modules and the services of additions, in threads with their own connections.
 
-    They start after the pool, so that pool processes do not inherit their threads and sockets, and
+    They start after the pool, so that pool processes do not inherit their threads and sockets. They
     keep running when the worker's own consumer reconnects.
 
     Args:
         worker: The worker.
-        rabbitdelay_modules: What the command line says; None for what the settings say.
+        rabbitdelay_modules: The option of the command line; None to use the setting.
         **options: The worker's other options.
     """
 
@@ -248,11 +253,12 @@ class Modules(RabbitMQStep):
         super().__init__(worker, **options)
 
     def create(self, worker: Worker) -> None:
-        """Find out which modules are served.
+        """Read the names of the modules to serve.
 
         Raises:
             InvalidSetting: There is no such module; the worker ends.
-            AdditionMissing: The addition that brings it is not installed; the worker ends.
+            AdditionMissing: The module belongs to an addition that is not installed; the worker
+                ends.
         """
         names: Sequence[str] = worker.app.rabbitdelay.settings.modules
         if self._given is not None:
@@ -269,7 +275,7 @@ class Modules(RabbitMQStep):
             service.start()
 
     def stop(self, worker: Worker) -> None:
-        """Finish what the modules have begun, and end them."""
+        """Let the modules finish their unsettled messages, and end them."""
         for service in self._services:
             service.stopping.set()
         for service in self._services:
@@ -277,7 +283,7 @@ class Modules(RabbitMQStep):
 
 
 def service_maker(name: str) -> Callable[..., Service]:
-    """Return what makes the service of a name; it takes what :func:`module_service` takes."""
+    """Return the function that creates a service, called as :func:`module_service`."""
     if name not in additions.services:
         return partial(module_service, name=name)
     make: Callable[..., Service] = additions.load(additions.services[name])
@@ -289,7 +295,7 @@ def module_service(app: DelayingCelery, declaration: WorkerDeclaration, name: st
 
     Args:
         app: The worker's application.
-        declaration: Declares what the worker needs.
+        declaration: Declares the levels and the worker's queues.
         name: The module's name.
     """
     settings = app.rabbitdelay.settings

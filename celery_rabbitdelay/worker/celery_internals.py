@@ -1,6 +1,6 @@
-"""The parts of a running Celery worker that are private or undocumented.
+"""Uses of the private or undocumented parts of a running Celery worker.
 
-When Celery moves one of them, tests/kernel/unit/test_upstream.py says which.
+If Celery changes such a part, tests/kernel/unit/test_upstream.py fails with its name.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from celery_rabbitdelay.publishing.kombu_internals import decompressed_size
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.wire import Seen
 
-#: A worker, its consumer on one connection, the event loop of both, and a task that has arrived:
-#: Celery's types lack most of what is used of them.
+#: A worker, its consumer on one connection, the event loop of both, and a received task: Celery's
+#: types lack most of the attributes used here.
 Worker: TypeAlias = Any
 Consumer: TypeAlias = Any
 Hub: TypeAlias = Any
@@ -36,14 +36,14 @@ class RabbitMQStep(bootsteps.StartStopStep):
     """A bootstep of a worker or of its consumer, left out where the broker is not RabbitMQ."""
 
     def include_if(self, parent: Worker | Consumer) -> bool:
-        """Return whether the step is for this worker, or consumer."""
+        """Return whether the application uses the levels."""
         return bool(parent.app.rabbitdelay.available)
 
     def include(self, parent: Worker | Consumer) -> bool:
-        """Add the step; a wrong setting ends ``celery worker`` with one line, and no traceback.
+        """Add the step; an invalid setting ends ``celery worker`` without a traceback.
 
         Raises:
-            InvalidSetting: A setting is wrong, and the worker is not started by the command.
+            InvalidSetting: A setting is invalid, and the worker is not started by the command.
         """
         try:
             included: bool = super().include(parent)
@@ -55,7 +55,7 @@ class RabbitMQStep(bootsteps.StartStopStep):
 
 
 class Delivery(NamedTuple):
-    """What Celery's consumer passes to a task's strategy.
+    """The arguments with which Celery's consumer calls a task's strategy.
 
     Attributes:
         message: The task's message.
@@ -63,7 +63,7 @@ class Delivery(NamedTuple):
         ack: Acknowledges the message.
         go_on: Passes the task to Celery, which runs it, or holds it until its ``eta``.
         task: The task's name.
-        redelivered: Whether RabbitMQ has delivered this message before.
+        redelivered: Whether RabbitMQ has redelivered the message.
     """
 
     message: Message
@@ -88,29 +88,29 @@ def id_of(message: Message) -> str:
 
 
 def shown(task_id: object) -> str:
-    """Return a task's id for the log, where nothing in it ends the line: anybody may choose it."""
+    """Return a task's id, safe for one line of the log: a client may choose any text as an id."""
     return shortened(task_id).strip("'")
 
 
 def bound_bodies(consumer: Consumer, refuse: Callable[[Message, str], None]) -> None:
-    """Note which messages are ours, and let kombu decompress no such body beyond a bound.
+    """Mark our messages, and refuse those whose decompressed body exceeds a limit.
 
-    The bound is ``rabbitdelay_max_message_bytes``. kombu decompresses a body as soon as it receives
+    The limit is ``rabbitdelay_max_message_bytes``. kombu decompresses a body as soon as it receives
     the message, in the worker's main process. Messages that have passed neither the levels nor
-    check-in are left to it. A message whose properties cannot be read is refused, whosever it is.
+    check-in are not ours, and have no limit. Any message with unreadable properties is refused.
 
     Args:
         consumer: The worker's consumer, on one connection.
-        refuse: Called with a message that is not read, and why.
+        refuse: Called with a refused message, and the reason.
     """
     delays = consumer.app.rabbitdelay
     most = delays.settings.max_message_bytes
-    exchanges = {each.name for each in delays.topology.exchanges}
+    exchanges = {exchange.name for exchange in delays.topology.exchanges}
     tasks = consumer.task_consumer
     kombus: Any = tasks.channel.Message
 
     class Bounded(kombus):  # type: ignore[misc]
-        """A message whose body is not decompressed if that is an error."""
+        """A message whose body is not decompressed beyond the limit."""
 
         def __init__(self, received: amqp.Message, **options: object) -> None:
             headers, info = headers_of(received), received.delivery_info
@@ -128,7 +128,7 @@ def bound_bodies(consumer: Consumer, refuse: Callable[[Message, str], None]) -> 
                             f"its body is compressed, and decompressed it has more than {most:,} "
                             "bytes: see rabbitdelay_max_message_bytes"
                         )
-            except Exception:  # noqa: BLE001 - kombu's consumer reports it
+            except Exception:  # noqa: BLE001 - kombu's consumer calls on_error with it
                 self.errors = [sys.exc_info()]
             super().__init__(received, **options)
 
@@ -143,7 +143,7 @@ def bound_bodies(consumer: Consumer, refuse: Callable[[Message, str], None]) -> 
 
 
 def as_received(message: Message) -> amqp.Message:
-    """Return a message as AMQP has delivered it; kombu has decompressed its body, if it could."""
+    """Return a message as AMQP delivered it: compress the body that kombu has decompressed."""
     body: Any = message.body
     compression = message.headers.get("compression")
     if compression and not message.errors:
@@ -155,11 +155,11 @@ def as_received(message: Message) -> amqp.Message:
 
 
 def has_static_prefetch(consumer: Consumer) -> bool:
-    """Return whether each task that a worker holds takes one of the places of its prefetch count.
+    """Return whether the prefetch count stays the same while a worker holds tasks.
 
-    With quorum queues, Celery sets the count for each consumer. RabbitMQ applies a changed count to
-    new consumers only. A consumer cannot begin again while it has unacknowledged messages: 3.10
-    closes the connection (measured).
+    With quorum queues, Celery sets the prefetch count per consumer. RabbitMQ applies a changed
+    count to new consumers only, and a consumer cannot be replaced while it has unacknowledged
+    messages: RabbitMQ 3.10 closes the connection (measured).
     """
     app = consumer.app
     return bool(app.conf.worker_detect_quorum_queues and detect_quorum_queues(app, "amqp")[0])

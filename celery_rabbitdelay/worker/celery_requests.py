@@ -1,13 +1,13 @@
-"""Celery's own request: built before check-in lets a client's task in, and guarded on arrival.
+"""Check Celery's request of a client's task at check-in, and guard the worker when it arrives.
 
-A worker builds a request from each task's message in its main process, and evaluates parts of it
+A worker builds a request from a task's message in its main process, and evaluates parts of it
 later: when it holds the task, takes a slot of its pool, and starts the task. Celery does not expect
-wrong values there. One of them ends the worker, or keeps the slot for good. Which values these are
-depends on Celery's version, so nothing here lists them: Celery is asked.
+invalid values there: such a value ends the worker, or blocks the slot for good. Which values are
+invalid depends on Celery's version, so this module does not list them, but builds the request.
 
-Check-in builds the request as the strategy of a task does (``celery.worker.strategy.default``), and
-lets a pool take it that runs nothing. On arrival, whatever Celery raises for a message that has
-passed check-in or the levels concerns this message alone.
+Check-in builds the request as a task's strategy does (``celery.worker.strategy.default``), and
+passes it to a pool that runs nothing. On arrival, an error that Celery raises for a message from
+check-in or the levels is confined to this message.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _strategy: Any = strategy
 
 
 class _IdlePool:
-    """Evaluates what a pool is given, and runs nothing."""
+    """A pool that serializes the arguments of a task, and runs nothing."""
 
     @staticmethod
     def apply_async(_: object, args: object, **options: object) -> None:
-        # The prefork pool writes it to a child.
+        # As the prefork pool does for its child processes.
         pickle.dumps(args)
 
 
@@ -68,7 +68,7 @@ class CeleryRequests:
     """Builds Celery's request from the message of a client, without side effects.
 
     Args:
-        app: The application, whose request class is used; its tasks need not be known.
+        app: The application, for its request class; it need not know the tasks.
     """
 
     def __init__(self, app: DelayingCelery) -> None:
@@ -81,9 +81,9 @@ class CeleryRequests:
         self._request = partial(checked, app=app, hostname="check-in", task=task)
 
     def check(self, sent: WaitingMessage) -> bool:
-        """Refuse a message if Celery cannot build a request from it, or hand that to a pool.
+        """Refuse a message if Celery cannot build a request from it, or pass it to a pool.
 
-        A body that check-in does not read is not checked; its headers are.
+        The headers are always checked; the body is checked only if check-in reads it.
 
         Returns:
             Whether a worker may take it for a task.
@@ -115,16 +115,16 @@ class CeleryRequests:
     def _build(self, message: Message) -> None:
         # As ``Consumer.create_task_handler`` does.
         is_version_1 = _TASK not in message.headers
-        told: object = message.decode() if is_version_1 else message.headers
-        if not isinstance(told, Mapping) or _TASK not in told:
-            return  # no task, and Celery says so
-        hash(told[_TASK])  # it looks the task up
+        fields: object = message.decode() if is_version_1 else message.headers
+        if not isinstance(fields, Mapping) or _TASK not in fields:
+            return  # not a task: Celery reports that on arrival
+        hash(fields[_TASK])  # Celery looks the task up by its name
         # As ``celery.worker.strategy.default`` does.
         payload: Any = message.payload
         if "args" in payload:
             body, headers, decoded, utc = _strategy.hybrid_to_proto2(message, payload)
         elif is_version_1:
-            body, headers, decoded, utc = _strategy.proto1_to_proto2(message, told)
+            body, headers, decoded, utc = _strategy.proto1_to_proto2(message, fields)
         else:
             body, headers, decoded, utc = message.body, message.headers, False, True
         request = self._request(message, body=body, headers=headers, decoded=decoded, utc=utc)
@@ -135,10 +135,10 @@ class CeleryRequests:
 
 
 def check_request(request: Request) -> None:
-    """Evaluate what Celery evaluates in the event loop once a task has started.
+    """Evaluate the parts of a request that Celery reads in the event loop when a task starts.
 
     Raises:
-        Exception: Celery would raise it there.
+        Exception: The error that Celery would raise.
     """
     for seconds in request.time_limits:
         # A timer is set.
@@ -147,10 +147,10 @@ def check_request(request: Request) -> None:
     _, _, embed = request._payload  # which a pool's child reads
     dict(**embed or {})
     for name in request.request_dict:
-        # They become attributes of ``task.request``. A name that is not UTF-8 is in bytes.
+        # The names become attributes of ``task.request``. A name that is not UTF-8 is bytes.
         if isinstance(name, str) and callable(getattr(Context, name, None)):
             raise InvalidTaskError(f"{shortened(name)} is a method of task.request")
-    # The worker counts tasks by their names, and ``inspect`` shows them.
+    # The worker counts tasks by name, and ``celery inspect`` shows them as JSON.
     json.dumps({request.name: request.info(safe=True)})
 
 
@@ -160,11 +160,11 @@ def is_ours(message: Message) -> bool:
 
 
 def guard_consumer(consumer: Consumer, refuse: Refuse) -> None:
-    """Let an error that Celery raises about a message of ours concern this message alone.
+    """Confine an error that Celery raises about a message of ours to this message.
 
     Args:
         consumer: The worker's consumer.
-        refuse: Takes the message, and the error.
+        refuse: Called with the message and the error.
     """
     connect, create = consumer.ensure_connected, consumer.create_task_handler
 
@@ -213,16 +213,16 @@ def run_strategy(consumer: Consumer, delivery: Delivery, refuse: Refuse) -> None
 
 
 def guard_pool(worker: Worker, refuse: Refuse) -> None:
-    """Let a task of ours that the pool does not take give its slot back.
+    """Free the slot of a task of ours that the pool does not take.
 
-    Celery gives a task to the pool when its message arrives, when its rate limit or its ``eta``
-    allows it, or when another task has left a slot: all of them call this.
+    Celery passes a task to the pool when its message arrives, when its rate limit or its ``eta``
+    allows the task, or when another task frees a slot. All of these call ``_process_task``.
 
     Args:
         worker: The worker, whose pool exists and whose consumer does not.
-        refuse: Takes the task's message, and the error.
+        refuse: Called with the task's message and the error.
     """
-    celerys = worker._process_task  # read anew for each task that waits for a slot
+    celerys = worker._process_task  # Celery reads it for every task that waits for a slot
 
     def process_task(request: Request) -> None:
         if not is_ours(request.message):
@@ -242,7 +242,7 @@ def guard_pool(worker: Worker, refuse: Refuse) -> None:
         else:
             return
         if worker.semaphore is not None:
-            # Not at once: that starts the next task that waits for a slot, within this one.
+            # Not at once: the release starts the next waiting task within this call.
             worker.hub.call_soon(worker.semaphore.release)
 
     apply = worker.pool.on_apply
@@ -264,8 +264,8 @@ def guard_pool(worker: Worker, refuse: Refuse) -> None:
 
         return apply(run, *args, **{**options, "callback": settle})
 
-    # The prefork pool replaces it when it starts. In the others, an error of the task's frame would
-    # end a thread's work, or a greenlet, and nothing would settle the message.
+    # The prefork pool replaces ``on_apply`` when it starts. In other pools, an error outside of the
+    # task's own code would end the thread's work or the greenlet, without settling the message.
     worker.pool.on_apply = on_apply
     worker._process_task = process_task
     if worker.process_task == celerys:
@@ -273,7 +273,7 @@ def guard_pool(worker: Worker, refuse: Refuse) -> None:
 
 
 def _forget_job(pool: object, request: Request) -> None:
-    """Remove a job that the prefork pool has noted and not sent; its end would wait for it."""
+    """Remove a job that the prefork pool has not sent: at its end, the pool would wait for it."""
     jobs = getattr(getattr(pool, "_pool", None), "_cache", {})
     for job in list(jobs.values()):
         if getattr(job._callback, "__self__", None) is request:
@@ -281,5 +281,5 @@ def _forget_job(pool: object, request: Request) -> None:
 
 
 def _connection_errors(consumer: Consumer) -> tuple[type[Exception], ...]:
-    """Return the errors by which a consumer notices that its connection or channel is lost."""
+    """Return the errors of a consumer's lost connection or channel."""
     return (*consumer.connection_errors, *consumer.channel_errors)

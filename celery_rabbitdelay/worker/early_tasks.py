@@ -1,9 +1,9 @@
-"""Early tasks: a task that arrives at a worker before it may run goes into the levels.
+"""Early tasks: put a task into the levels that arrives at a worker before it may run.
 
-There are three kinds. A producer that does not know the levels (plain Celery, another language, an
-older version) sends a task at once, with an ``eta`` in the future; Celery would hold it in the
-worker until then. A task may leave the levels before it is due; see ``modules/forwarding.py``.
-Celery would start it at once. And the registry may say that a task waits on.
+There are three kinds of early tasks. A producer that does not know the levels (plain Celery,
+another language, an older version) sends a task at once, with an ``eta`` in the future: Celery
+would hold the task in the worker. A task may leave the levels before it is due (see
+``modules/forwarding.py``): Celery would start it at once. And the registry may let a due task wait.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ logger = get_logger(__name__)
 #: Seconds between two attempts to publish a message after a temporary error.
 RETRY_INTERVAL: Final = 1.0
 
-#: Seconds until a task that does not run here is published again, if that has failed.
+#: Seconds between two attempts to publish a task that this worker cannot run.
 TRY_AGAIN: Final = 5.0
 
 #: Where a message goes: into the levels, to the queue of paused tasks, or to ``undeliverable``;
-#: ``bare`` means there without its headers.
+#: ``bare`` means ``undeliverable`` without its headers.
 Place: TypeAlias = Literal["levels", "paused", "undeliverable", "bare"]
 
 ItemT = TypeVar("ItemT")
 
-#: The queue that has to exist, if a message is for one; the message; and where it is published.
+#: The queue that has to exist, if any; the message; and the exchange and key to publish it with.
 ToPublish: TypeAlias = tuple[kombu.Queue | None, amqp.Message, Address]
 
 
 @dataclass(slots=True)
 class Early:
-    """A message that arrived before it may run, or that does not run here.
+    """A task that arrived before it may run, or that this worker cannot run.
 
     Attributes:
         message: The message.
         ack: Acknowledges it: the function that Celery passes to a strategy.
         destination: The queue that it was consumed from, its exchange and its routing key.
-        until: Until when it is to wait.
+        until: Until when to wait.
         due_ms: Its due time, from its header, in milliseconds since 1970-01-01 UTC.
         waited: Its parsed headers; None if it has an ``eta`` and was never in the levels.
         hold: Called if the levels do not take it: passes the task to Celery, which holds it.
-        why: Why the task does not run here; empty if it is only early.
-        place: Where it goes. With a ``why``, the levels pass it on to a worker of a later version.
-        is_held: Whether the prefetch count was raised for it, because it stays unacknowledged.
+        why: Why this worker cannot run it; empty if it is only early.
+        place: Where it goes. A task of a later version goes into the levels with a ``why``.
+        is_held: Whether the prefetch count is raised for it, because it stays unacknowledged.
     """
 
     message: Message
@@ -88,16 +88,16 @@ class Early:
 def waiting_task(
     message: Message, destination: Destination, due_ms: int, most: int
 ) -> WaitingMessage:
-    """Return a task that was received and restored, to be published again.
+    """Return a received and restored task as a message to publish again.
 
     Args:
         message: Its message.
         destination: The exchange and the routing key that its consumer sees.
         due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
-        most: The bytes of a compressed body that a worker decompresses.
+        most: The maximum size of a compressed body after decompression, in bytes.
 
     Raises:
-        MessageTooLarge: Its body is compressed, and has more.
+        MessageTooLarge: Its body is compressed, and exceeds ``most``.
     """
     size = len(message.body or "")
     if message.headers.get("compression") and size > most:
@@ -113,14 +113,14 @@ def publish_each(
     settled: Callable[[ItemT, Exception | None], None],
     resends: int | None,
 ) -> None:
-    """Publish a message for each item. Raises nothing.
+    """Publish one message per item. Raises nothing.
 
     Args:
         delays: The ``app.rabbitdelay``.
-        items: What messages are made of.
-        made: Makes the message of an item; what it raises is the error of that item alone.
-        settled: Called once with each item, and with its error if its message is not confirmed.
-        resends: How often each is sent again.
+        items: The items.
+        made: Returns the message of an item; if it raises an error, only this item fails.
+        settled: Called once per item, with its error if its message is not confirmed.
+        resends: How often a message is resent.
     """
     unsettled = {id(item): item for item in items}
 
@@ -133,7 +133,7 @@ def publish_each(
             try:
                 queue, message, address = made(producer, item)
                 publication = Publication.of(message, address, item)
-            except Exception as error:  # noqa: BLE001 - the others are published
+            except Exception as error:  # noqa: BLE001 - it fails this item only
                 settle(item, error)
             else:
                 publication.declare = producer.declarations(queue, ())["declare"]
@@ -146,19 +146,19 @@ def publish_each(
                 publications(producer),
                 PublishPolicy(producer.timeout, resends=resends),
                 redeclare=producer.declarations(None, ())["redeclare"],
-                done=lambda each: settle(each.context, each.error),
+                done=lambda publication: settle(publication.context, publication.error),
             )
-    except Exception as error:  # noqa: BLE001 - it is the error of all that are not confirmed
+    except Exception as error:  # noqa: BLE001 - it fails all unconfirmed items
         for item in items:
             settle(item, error)
 
 
 class EarlyTasks(BatchThread[Early]):
-    """Tells which tasks are early, and puts them back into the levels, in a thread.
+    """Detects early tasks, and puts them back into the levels, in a thread.
 
     The thread publishes on a connection of its own, so neither the worker's tasks nor its heartbeat
     wait for a confirm. A message is acknowledged once the broker has confirmed the message that
-    replaces it. If the worker dies before that, the broker delivers the original again.
+    replaces it. If the worker dies before that, the broker redelivers the original.
 
     Args:
         consumer: The worker's consumer, on one connection.
@@ -176,23 +176,23 @@ class EarlyTasks(BatchThread[Early]):
         )
         self._redelivery = forwarding.Redelivery(self._topology, settings.retry_for)
         self._later_versions = WarningLimit(logger, "Tasks of a later version", HOUR)
-        self._failures = WarningLimit(logger, "Tasks that do not run here", HOUR)
+        self._failures = WarningLimit(logger, "Tasks that this worker cannot run", HOUR)
 
     def try_enqueue(
         self, delivery: Delivery, waited: DelayHeaders | None, takes_eta: bool, ask: Action | None
     ) -> bool:
-        """Take a task that is not due yet; return whether it was taken.
+        """Take a task if it is early; return whether it was taken.
 
-        A task with an ``eta`` counts as early if it is due in more than one tick; one that comes
-        from the levels, if it is due in more than ``rabbitdelay_early_tolerance``. If the levels do
-        not take the latter, the worker holds it until it is due, and then asks the registry, if
-        there is one.
+        A task with an ``eta`` counts as early if it is due in more than one tick, and a task from
+        the levels if it is due in more than ``rabbitdelay_early_tolerance``. If the levels do not
+        take a task back, the worker holds it until it is due, and then asks the registry, if there
+        is one.
 
         Args:
             delivery: The task's message, as Celery has passed it.
-            waited: What its headers have said; None if it was not in the levels.
-            takes_eta: Whether to take a task for its ``eta``.
-            ask: Asks the registry about a task that has left the levels; None without one.
+            waited: Its parsed headers; None if it was not in the levels.
+            takes_eta: Whether to take a task with an ``eta``.
+            ask: Asks the registry about a task that has left the levels; None without a registry.
         """
         message, body = delivery.message, delivery.body
         task_id = celery_internals.id_of(message)
@@ -200,17 +200,17 @@ class EarlyTasks(BatchThread[Early]):
             return False
         due = None
         if waited is not None:
-            until_ms = self._early.until(waited, lambda: f"Task {celery_internals.shown(task_id)}")
+            until_ms = self._early.until(waited, lambda: _task_named(message))
             due = None if until_ms is None else Due.until(until_ms)
         if due is None:
-            # It was released in time, or never waited.
+            # It has left the levels in time, or was never in them.
             waited = None
             due = self._due_by_eta(message, body) if takes_eta else None
         if due is None:
             return False
 
         run = partial(run_strategy, self._consumer, delivery, self.refuse_unrunnable)
-        # Celery itself holds a task until its eta.
+        # Celery itself holds a task with an eta.
         hold = run if waited is None else partial(self._hold, due, ask or run)
 
         destination = self.destination(message, waited)
@@ -223,7 +223,7 @@ class EarlyTasks(BatchThread[Early]):
         return True
 
     def _hold(self, due: Due, go_on: Action) -> None:
-        """Hold a task until it is due, beside those that the prefetch count allows."""
+        """Hold a task until it is due, with the prefetch count raised for it."""
 
         def go_on_now() -> None:
             self._consumer.qos.decrement_eventually()
@@ -241,16 +241,16 @@ class EarlyTasks(BatchThread[Early]):
         otherwise: Action,
         is_paused: bool = False,
     ) -> None:
-        """Put a task back into the levels that has left them.
+        """Put a task back into the levels.
 
         Args:
             delivery: The task's message, as Celery has passed it.
-            waited: What its headers have said.
-            until_ms: Until when it is to wait, in milliseconds since 1970-01-01 UTC.
-            due_ms: Its due time, likewise, which its header has from then on.
-            otherwise: What the event loop runs if the levels do not take it.
-            is_paused: Whether it goes to the queue of paused tasks; into the levels only if that
-                does not take it.
+            waited: Its parsed headers.
+            until_ms: Until when to wait, in milliseconds since 1970-01-01 UTC.
+            due_ms: Its new due time, in the same unit.
+            otherwise: Called in the event loop if the levels do not take it.
+            is_paused: Whether it goes to the queue of paused tasks, and into the levels only if
+                that queue does not take it.
         """
         destination = self.destination(delivery.message, waited)
         if destination is None:
@@ -261,21 +261,20 @@ class EarlyTasks(BatchThread[Early]):
         self.give(Early(*given, waited, otherwise, place=place))
 
     def refuse(self, message: Message, ack: Ack, why: str) -> None:
-        """Put a task into ``undeliverable``; while that does not take it, try again.
+        """Put a task into ``undeliverable``, with retries until it is confirmed.
 
         Args:
             message: The task's message.
-            ack: Acknowledges the message; the function that Celery passes to a strategy.
+            ack: Acknowledges the message: the function that Celery passes to a strategy.
             why: The reason.
         """
-        name = celery_internals.shown(celery_internals.id_of(message))
-        logger.warning("Task %s is undeliverable: %s", name, why)
+        logger.warning("%s is undeliverable: %s", _task_named(message), why)
         info = message.delivery_info
         destination = Destination(None, info["exchange"], info["routing_key"])
         self.give(Early(message, ack, destination, Due.after(0), why=why, place="undeliverable"))
 
     def refuse_unrunnable(self, message: Message, error: Exception) -> None:
-        """Refuse a task about which Celery has raised an error.
+        """Refuse a task for which Celery has raised an error.
 
         Args:
             message: The task's message.
@@ -285,16 +284,16 @@ class EarlyTasks(BatchThread[Early]):
         logger.debug(why, exc_info=error)
 
         def settle(*args: Any) -> None:
-            if not message.acknowledged:  # Celery may do it soon, in the event loop
+            if not message.acknowledged:  # by Celery, in the event loop
                 message.ack_log_error(*args)
 
         self.refuse(message, settle, why)
 
     def refuse_unopened(self, message: Message, why: str) -> None:
-        """Refuse a task whose body kombu does not decompress, unless a later version may read it.
+        """Refuse a task whose body is not decompressed, unless a later version may read it.
 
         Args:
-            message: The task's message, as it was received.
+            message: The task's received message.
             why: The reason.
         """
         later = header_names.later_version(message.headers, message.content_type)
@@ -306,29 +305,29 @@ class EarlyTasks(BatchThread[Early]):
     def leave_to_later_version(self, message: Message, ack: Ack, why: str) -> None:
         """Put a task back into the levels that only a worker of a later version can read.
 
-        It stays as it is. If the levels do not take it, they are tried again after some seconds.
+        The message stays unchanged. Publishing is retried until the levels take it.
 
         Args:
-            message: The task's message, as it was received.
+            message: The task's received message.
             ack: As for :meth:`refuse`.
             why: Why this version cannot read it.
         """
         name = celery_internals.name_of_queue(self._consumer, message)
         if name is None:
-            logger.warning("A task stays unacknowledged: its queue is unknown, and %s", why)
+            text = "%s stays unacknowledged, because its queue is unknown, and %s"
+            logger.warning(text, _task_named(message), why)
             return
         queue = self._consumer.app.amqp.queues.get(name) or kombu.Queue(name, no_declare=True)
         if self._later_versions.allows():
-            task = f"Task {celery_internals.shown(message.headers.get('id'))}"
-            logger.warning(forwarding.LATER_VERSION, task, why)
+            logger.warning(forwarding.LATER_VERSION, _task_named(message), why)
         destination = Destination(queue, "", queue.name)
         self.give(Early(message, ack, destination, Due.after(0), why=why))
 
     def _due_by_eta(self, message: Message, body: object) -> Due | None:
-        """Return when a task is due that has an ``eta`` in more than a tick; None otherwise."""
+        """Return the due time of a task with an ``eta`` in more than a tick; None otherwise."""
         eta = message.headers.get("eta")
         if eta is None:
-            # Protocol 1, and a mixture of both: Celery's strategies look into the body as well.
+            # Protocol 1, or a mixture with protocol 2: Celery's strategies also read the body.
             with suppress(Exception):  # a strategy reports an invalid body
                 fields = message.payload if body is None else body
                 eta = fields.get("eta") if isinstance(fields, Mapping) else None
@@ -339,28 +338,27 @@ class EarlyTasks(BatchThread[Early]):
         return due if due.delay_ms > self._topology.layout.tick_ms else None
 
     def destination(self, message: Message, waited: DelayHeaders | None) -> Destination | None:
-        """Return where the message came from; None if it cannot return there from the levels."""
+        """Return the origin of a message; None if it cannot return there from the levels."""
         info, name = message.delivery_info, celery_internals.name_of_queue(self._consumer, message)
         queue: kombu.Queue | None = self._consumer.app.amqp.queues.get(name)
         if waited is not None:
-            # The levels, or distribution, have reached its queue, which may be consumed no more.
+            # The levels or distribution have reached its queue, even if nobody consumes it now.
             name = name or waited.queue
             if queue is None and name is not None:
                 queue = kombu.Queue(name, no_declare=True)
         elif queue is not None and (queue.auto_delete or queue.exclusive):
-            queue = None  # it ends with this worker
+            queue = None  # the queue is deleted with this worker
         if queue is None:
             return None
         return Destination(queue, info["exchange"], info["routing_key"])
 
     def work(self, batch: list[Early]) -> None:
-        """Publish what replaces messages."""
-        # Without resends, so as not to block the others: a message that is tried again gets a new
-        # route.
+        """Publish replacements of messages."""
+        # Without resends, which would block other messages: a retried message gets a new route.
         publish_each(self._delays, batch, self._replacement, self._settled, resends=0)
 
     def _replacement(self, producer: DelayedProducer, early: Early) -> ToPublish:
-        """Return what replaces a message."""
+        """Return the replacement of a message."""
         if early.why:
             left = self._not_run_here(early)
             queue = early.destination.queue if early.place == "levels" else None
@@ -374,21 +372,21 @@ class EarlyTasks(BatchThread[Early]):
         return queue, delayed.message.amqp(), partial(producer.address, delayed, until)
 
     def _not_run_here(self, early: Early) -> forwarding.Outgoing:
-        """Return the message of a task that does not run here, as it was received."""
+        """Return the unchanged message of a task that this worker cannot run."""
         queue, exchange, routing_key = early.destination
         received = celery_internals.as_received(early.message)
         if early.place == "levels":
             assert queue is not None
             later = self._redelivery.until_upgraded(received, early.why, queue.name)
             if later.reroute is None:
-                logger.warning("A task is undeliverable: %s", early.why)
+                logger.warning("%s is undeliverable: %s", _task_named(early.message), early.why)
             return later
         outgoing = forwarding.Outgoing(exchange, routing_key, WaitingMessage.unopened(received))
         left = forwarding.to_undeliverable(self._topology, outgoing, early.why)
         return forwarding.without_headers(left) if early.place == "bare" else left
 
     def _task(self, early: Early) -> tuple[WaitingMessage, kombu.Queue | None, Due]:
-        """Return a task as it goes back into the levels, the queue that gets it, and until when."""
+        """Return the message of a task for the levels, its queue, and until when it waits."""
         waited, until, queue = early.waited, early.until, early.destination.queue
         assert queue is not None
         most = self._delays.settings.max_message_bytes
@@ -405,22 +403,24 @@ class EarlyTasks(BatchThread[Early]):
             message, until = forwarding.waiting_on(self._topology, again, until.at_ms)
         if waited is None or waited.queue is not None:
             return message, queue, until
-        # It has passed through distribution, and does so again: nobody may have bound its queue to
-        # the levels. Distribution publishes by exchange and key: to this queue, and to no other.
-        said = message.headers
-        again_from = said.early._replace(exchange=said.exchange, routing_key=said.routing_key)
+        # Its queue may not be bound to the levels, because it has come through distribution. So it
+        # returns through distribution, which publishes it to this queue, and to no other.
+        headers = message.headers
+        again_from = headers.early._replace(
+            exchange=headers.exchange, routing_key=headers.routing_key
+        )
         message = message.saying(exchange="", routing_key=queue.name, early=again_from)
         return message, None, until
 
     def _settled(self, early: Early, error: Exception | None) -> None:
-        """Acknowledge a message, or try it again; if that is no use, the worker holds it."""
+        """Acknowledge a replaced message; retry a failed one, or let the worker hold it."""
         if error is None:
             acknowledge = partial(self.acknowledge, early.ack)
             self.act(partial(self._finish, early, acknowledge), is_acknowledgement=True)
         elif early.hold is None:
             self._try_refused_again(early, error)
         elif isinstance(error, exceptions.InvalidDelay) and is_ours(early.message):
-            # A client's eta, after the latest due time: held, it would keep others from the worker.
+            # A client's eta beyond the latest due time: holding it would block a place for ever.
             why = f"it cannot wait until its eta: {error}"
             self.act(
                 partial(self._finish, early, partial(self.refuse, early.message, early.ack, why))
@@ -428,44 +428,45 @@ class EarlyTasks(BatchThread[Early]):
         elif early.place == "paused" and (
             isinstance(error, exceptions.MessageNacked) or not isinstance(error, TEMPORARY_ERRORS)
         ):
-            logger.warning("A paused task goes back into the levels: %s", error)
+            text = "%s is paused, and goes back into the levels instead of the paused queue: %s"
+            logger.warning(text, _task_named(early.message), error)
             early.place = "levels"
             self.give(early)
         elif not isinstance(error, TEMPORARY_ERRORS) or early.until.remaining_ms() <= 0:
             logger.warning(
-                "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds it: "
-                "%s",
-                celery_internals.shown(early.message.headers.get("id")),
+                "%s is due in %.1f s and cannot wait in the levels, so the worker holds it: %s",
+                _task_named(early.message),
                 early.until.remaining_ms() / 1000,
                 error,
             )
             self.act(partial(self._finish, early, early.hold))
         else:
             if not early.is_held:
-                logger.warning("A task that is not due could not be put into the levels: %s", error)
+                text = "%s is not due, and could not be put into the levels; retrying: %s"
+                logger.warning(text, _task_named(early.message), error)
             self._try_again(early, RETRY_INTERVAL)
 
     def _try_refused_again(self, early: Early, error: Exception) -> None:
-        """Put a task that does not run here into ``undeliverable``, or try it again.
+        """Retry a failed task that this worker cannot run, if necessary without its headers.
 
-        Its headers may leave no room in a frame for those that are added, and the broker may refuse
-        it: then it goes there without its headers.
+        Its headers may leave no room in a frame for the added ones, or the broker may refuse them.
         """
         if _is_permanent(error) and early.place != "bare":
-            logger.warning("A task is undeliverable, without its headers: %s", error)
+            text = "%s goes to undeliverable without its headers: %s"
+            logger.warning(text, _task_named(early.message), error)
             early.why = f"{early.why}; {getattr(error, 'reason', error)}"
             early.place = "bare"
             self.give(early)
             return
         if self._failures.allows():
-            text = "A task that does not run here could not be published, and is tried again: %s"
-            logger.warning(text, error)
+            text = "%s cannot run here, and could not be published elsewhere; retrying: %s"
+            logger.warning(text, _task_named(early.message), error)
         self._try_again(early, TRY_AGAIN)
 
     def _try_again(self, early: Early, seconds: float) -> None:
-        """Try a message again; raise the prefetch count, as Celery does for a task that it holds.
+        """Retry a message; raise the prefetch count, as Celery does for a task that it holds.
 
-        The message stays unacknowledged, and others would wait for it.
+        The message stays unacknowledged, and would block a place of the prefetch count.
         """
         if not early.is_held:
             early.is_held = True
@@ -473,19 +474,25 @@ class EarlyTasks(BatchThread[Early]):
         self.give(early, seconds)
 
     def _finish(self, early: Early, action: Action) -> None:
-        """Lower the prefetch count if it was raised for a message, and acknowledge or hold it."""
+        """Run the last action for a message; lower the prefetch count if it was raised for it."""
         if early.is_held:
             early.is_held = False
             self._consumer.qos.decrement_eventually()
         action()
 
 
-def _is_permanent(error: Exception) -> bool:
-    """Return whether a message can never be published: AMQP or RabbitMQ does not take it.
+def _task_named(message: Message) -> str:
+    """Return the beginning of a log line about a task."""
+    task_id = celery_internals.id_of(message)
+    return f"Task {celery_internals.shown(task_id)}" if task_id else "A task without an id"
 
-    Not if the user lacks a permission, which an operator can give.
+
+def _is_permanent(error: Exception) -> bool:
+    """Return whether a message can never be published, because AMQP or RabbitMQ refuses it.
+
+    False if the user lacks a permission, which an operator can grant.
     """
     if isinstance(error, exceptions.PermissionMissing):
         return False
-    # Of the class itself are those that AMQP cannot write.
+    # An error of the class itself stands for a message that cannot be encoded for AMQP.
     return isinstance(error, exceptions.MessageRefused) or type(error) is exceptions.PublishError

@@ -1,8 +1,8 @@
 """Restore a delayed task when it arrives at a worker, as if it had been sent without a delay.
 
-Anybody may have written a message. So a retry goes to the exchange that its headers name only if
-distribution might publish there. With a signing key, a message that would ask the registry without
-a valid signature is refused.
+A hostile client may have written the message. So a retry goes to the exchange that its headers name
+only if distribution may publish there. With a signing key, a message with headers for the registry
+is refused unless its signature is valid.
 """
 
 from __future__ import annotations
@@ -31,29 +31,28 @@ from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 
 logger = get_logger(__name__)
 
-#: The seconds of a step, for how many steps a worker remembers its arrivals, and for how many of
-#: them its status says how late the latest was.
+#: The seconds of a step, the number of steps for which a worker remembers its arrivals, and the
+#: number of steps of which its status shows the maximum lateness.
 STEP: Final = 60
 STEPS: Final = 60
 LATEST_STEPS: Final = 10
 
-#: Seconds of lateness up to which the arrivals of each task are counted; the last count is of those
-#: that were later.
+#: The upper bounds of the histogram of lateness, in seconds; one more bucket counts later arrivals.
 BOUNDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 
-#: Of how many tasks they are counted in a step; further ones count as :data:`OTHER`.
+#: Limit of the task names with a histogram in a step; further tasks count as :data:`OTHER`.
 MOST_TASKS: Final = 200
 OTHER: Final = "(other)"
 
 
 @dataclass
 class Step:
-    """The tasks that arrived in one step.
+    """The delayed tasks that arrived in one step.
 
     Attributes:
-        received: How many.
-        latest: How many seconds late the latest of them was.
-        by_task: How many were late up to each of :data:`BOUNDS`, and later, by the task's name.
+        received: Their number.
+        latest: Their maximum lateness, in seconds.
+        by_task: The histogram of lateness per task name, with the buckets of :data:`BOUNDS`.
     """
 
     received: int = 0
@@ -65,22 +64,27 @@ NO_ARRIVALS: Final = Step()
 
 
 class Arrivals:
-    """Notes how late delayed tasks are that run, for the worker's status.
+    """The lateness of delayed tasks that run, for the worker's status.
 
     Attributes:
-        received: How many delayed tasks have arrived, without those that were put back.
+        received: How many delayed tasks have arrived, without early ones.
     """
 
     def __init__(self) -> None:
         self.received = 0
-        #: The steps that had arrivals, of those that are remembered.
+        #: The remembered steps that had arrivals.
         self._steps: dict[int, Step] = {}
 
     def note(self, due_ms: object, task: str) -> None:
-        """Note that a task of a name arrives now; see :func:`lateness`."""
+        """Record the arrival of a task.
+
+        Args:
+            due_ms: As for :func:`lateness`.
+            task: The task's name.
+        """
         late, now = lateness(due_ms), _step_now()
         if now not in self._steps:
-            self._steps = {at: each for at, each in self._steps.items() if at > now - STEPS}
+            self._steps = {at: step for at, step in self._steps.items() if at > now - STEPS}
         step = self._steps.setdefault(now, Step())
         self.received += 1
         step.received += 1
@@ -90,25 +94,24 @@ class Arrivals:
         counts[bisect_left(BOUNDS, late)] += 1
 
     def status(self, in_full: bool = False) -> dict[str, object]:
-        """Return how many tasks have arrived, and how many seconds late the latest one was.
+        """Return how many tasks have arrived, and their recent maximum lateness in seconds.
 
         Args:
-            in_full: Whether to add for each minute of the last hour, this minute's first, how many
-                have arrived (``received_by_minute``) and how late the latest was (``by_minute``;
-                None if none has); and for each task how many were late up to each of
-                ``late_bounds``, and later (``late_by_task``).
+            in_full: Whether to add the history of the last hour, the current minute first: arrivals
+                (``received_by_minute``), maximum lateness (``by_minute``; None without arrivals),
+                and the histogram of lateness per task (``late_by_task``, with ``late_bounds``).
         """
         now = _step_now()
         minutes = [self._steps.get(now - ago, NO_ARRIVALS) for ago in range(STEPS)]
-        latest = max(each.latest for each in minutes[:LATEST_STEPS])
+        latest = max(step.latest for step in minutes[:LATEST_STEPS])
         status: dict[str, object] = {"received": self.received, "latest": latest}
         if in_full:
-            status["by_minute"] = [each.latest if each.received else None for each in minutes]
-            status["received_by_minute"] = [each.received for each in minutes]
+            status["by_minute"] = [step.latest if step.received else None for step in minutes]
+            status["received_by_minute"] = [step.received for step in minutes]
             status["late_bounds"] = [*BOUNDS]
             late: dict[str, list[int]] = {}
-            for each in minutes:
-                for task, counts in each.by_task.items():
+            for step in minutes:
+                for task, counts in step.by_task.items():
                     before = late.get(task, [0] * len(counts))
                     late[task] = [*map(sum, zip(before, counts, strict=True))]
             status["late_by_task"] = late
@@ -120,30 +123,30 @@ def _step_now() -> int:
 
 
 def may_run_since(waited: DelayHeaders) -> int | None:
-    """Return the later of its due time and the time until which a worker put it back.
+    """Return the time from which lateness counts.
 
-    Lateness is counted from there.
+    This is the due time, or the time until which a worker has put the task back, if that is later.
     """
     return None if waited.due_ms is None else max(waited.due_ms, waited.early.until_ms)
 
 
 def lateness(due_ms: object) -> float:
-    """Return how many seconds late a task is now; 0 if it is not due, or nobody knows.
+    """Return how many seconds late a task is now; 0 if it is not due, or has no valid due time.
 
     Args:
-        due_ms: The value of its header ``rabbitdelay-due``; any sender may have written it.
+        due_ms: The value of its header ``rabbitdelay-due``, which may be of any type.
     """
     late_ms = wall_clock.ms() - due_ms if isinstance(due_ms, int) else 0
     return max(late_ms, 0) / 1000
 
 
 class Origins:
-    """Checks the exchange and the routing key that a message from the levels claims to have had.
+    """Checks the origin in a message's headers: its exchange and routing key without the delay.
 
-    Celery publishes a retry of a task to where the task came from, and anybody who can put a
-    message into the levels can write there what he likes. So a worker believes what distribution
-    would publish to, and with a key, what is signed. For any other message, the origin is the queue
-    that it was consumed from.
+    Celery publishes a retry of a task to the task's origin, and a client that may publish into the
+    levels can forge the headers. So a worker accepts only an origin that distribution may publish
+    to, and with a signing key, only a signed one. The origin of any other message is the queue that
+    it was consumed from.
 
     Args:
         consumer: The worker's consumer.
@@ -158,18 +161,18 @@ class Origins:
     def checked(
         self, message: Message, headers: DelayHeaders, exchange: str, routing_key: str
     ) -> tuple[str, str]:
-        """Return the exchange and the key that a retry goes to, for those that the headers name."""
+        """Return the exchange and the key for retries: the given ones if they are acceptable."""
         queue = name_of_queue(self._consumer, message) or ""
         if (exchange, routing_key) == ("", queue):
             return exchange, routing_key
         if not self._is_signed(message, headers):
-            why = "is not signed: see rabbitdelay_signing_key"
+            why = "its message is not signed: see rabbitdelay_signing_key"
         elif not self._reaches(exchange, routing_key):
-            why = "may not be published there: see rabbitdelay_distribution_allowed"
+            why = "distribution may not publish there: see rabbitdelay_distribution_allowed"
         else:
             return exchange, routing_key
         logger.warning(
-            "Task %s claims the origin %r, and its retries go to the queue %r: it %s.",
+            "Task %s claims the origin %r, but its retries go to the queue %r, because %s.",
             celery_internals.shown(message.headers.get("id")),
             (exchange, routing_key),
             queue,
@@ -178,10 +181,10 @@ class Origins:
         return "", queue
 
     def is_forged(self, message: Message, headers: DelayHeaders) -> bool:
-        """Return whether the registry would be asked with something that no key has signed.
+        """Return whether a message has headers for the registry without a valid signature.
 
-        Anybody who may write to the levels could let a stranger's message count as that of a task,
-        which does not run then.
+        With such a message, a client that may publish into the levels could make the registry
+        discard the real message of a task.
         """
         return bool(headers.registry) and not self._is_signed(message, headers)
 
@@ -196,40 +199,40 @@ class Origins:
             return False
 
 
-#: When the task was published, as Sentry's Celery integration notes it: float, seconds since
-#: 1970-01-01 UTC. The time from then to the start is its ``messaging.message.receive.latency``.
+#: The header of Sentry's Celery integration for the time of publishing: float, seconds since
+#: 1970-01-01 UTC. Sentry's ``messaging.message.receive.latency`` begins at this time.
 SENTRY_ENQUEUED: Final = "sentry-task-enqueued-time"
 
-#: What Celery's consumer calls with each message of one task.
+#: The function that Celery's consumer calls with every message of one task.
 Strategy: TypeAlias = Callable[..., object]
 
 
 class Decisions(Protocol):
-    """Decides about tasks that are due, in a thread; set by the bootstep of an addition."""
+    """Decides about due tasks, in a thread; set by the bootstep of an addition."""
 
     def ask(self, delivery: Delivery, waited: DelayHeaders) -> None:
         """Run a task, discard it or put it back, now or later, in the event loop.
 
         Args:
             delivery: The task's message, restored, as Celery has passed it.
-            waited: What its headers have said.
+            waited: Its parsed headers.
         """
 
 
 class RestoringStrategies(dict[str, Strategy]):
-    """The execution strategies of a worker's consumer; each receives restored messages.
+    """The execution strategies of a worker's consumer, which get restored messages.
 
-    Celery sets them again on every connection and when the pool is restarted.
+    Celery sets the strategies again on every connection, and when the pool is restarted.
 
     Args:
         consumer: The consumer, whose present strategies are wrapped.
-        takeover: Whether an ``eta`` waits in the levels; see ``rabbitdelay_takeover``.
-        origins: Checks what a message says; None: it is believed.
+        takeover: Whether tasks with an ``eta`` go into the levels; see ``rabbitdelay_takeover``.
+        origins: Checks the origin of a message; None: all are accepted.
 
     Attributes:
         early_tasks: Takes the tasks that are not due yet; None between two connections.
-        decisions: Decides about the tasks that are due; None: all of them run.
-        arrivals: How late the delayed tasks arrive.
+        decisions: Decides about due tasks; None: all of them run.
+        arrivals: The lateness of arrived tasks.
     """
 
     def __init__(
@@ -260,26 +263,30 @@ class RestoringStrategies(dict[str, Strategy]):
             try:
                 delivery = Delivery(message, body, ack, go_on, task_name, redelivered)
                 is_taken = self._take(delivery, takes_eta)
-            except Exception:  # anybody may have written the message
-                logger.exception("A message for the task %s is left to Celery.", task_name)
+            except Exception:  # the message may be invalid in any way
+                logger.exception(
+                    "Task %s[%s]: its message cannot be restored, and goes to Celery unchanged.",
+                    task_name,
+                    celery_internals.shown(celery_internals.id_of(message)),
+                )
                 is_taken = False
             return None if is_taken else go_on()
 
         super().__setitem__(task_name, restoring)
 
     def _take(self, delivery: Delivery, takes_eta: bool) -> bool:
-        """Restore a message; return whether it is not passed to Celery, or not now."""
+        """Restore a message; return True unless the caller has to pass it to Celery now."""
         message = delivery.message
         later = later_version(message.headers or {}, message.content_type)
         if later is not None:
-            # Between two connections there is nothing to acknowledge: RabbitMQ redelivers it.
+            # Between two connections, RabbitMQ redelivers the unacknowledged message.
             if self.early_tasks is not None:
                 self.early_tasks.leave_to_later_version(message, delivery.ack, later)
             return True
         origins = self._origins
         waited = restore(message, origins)
         if waited is None:
-            # A retry, and what is put back, would carry them on, signed.
+            # Otherwise, a retry or a message put back would carry these headers on, signed.
             header_names.drop_own(message.headers)
         elif origins is not None and origins.is_forged(message, waited):
             if self.early_tasks is not None:
@@ -307,10 +314,10 @@ class RestoringStrategies(dict[str, Strategy]):
         return False
 
     def _hide_delivery(self, message: Message) -> None:
-        """Replace a delivery exchange as the origin of a message by the queue that it came to.
+        """Replace the delivery exchange as the origin of a message by the message's queue.
 
-        Distribution publishes by that exchange what is for a queue that only a binding reaches, and
-        nothing is ever published there by name: a retry of the task would be undeliverable.
+        Distribution publishes to that exchange if only a binding leads to the queue. A retry may
+        not: it would be undeliverable.
         """
         if message.delivery_info.get("exchange") == self._delivery:
             queue = name_of_queue(self._consumer, message)
@@ -323,21 +330,21 @@ class RestoringStrategies(dict[str, Strategy]):
 
 
 def restore(message: Message, origins: Origins | None = None) -> DelayHeaders | None:
-    """Undo what the levels did to a message. Any other message stays as it is.
+    """Undo the changes that the levels made to a message. Any other message stays as it is.
 
-    The exchange and the routing key become those that the message would have had without a delay:
-    Celery sends a retry to them. The broker's dead-letter headers are removed. The due time and the
-    queue stay readable in ``task.request.headers``. Sentry's time in the queue begins when the task
-    is due. A message that comes from distribution needs nothing more, unless a worker has put it
-    back into the levels: then it is given back to one queue, by the default exchange.
+    The message gets the exchange and the routing key that it would have had without a delay: Celery
+    publishes a retry to them. The broker's dead-letter headers are removed. The due time and the
+    queue stay readable in ``task.request.headers``. Sentry's time in the queue begins at the due
+    time. For a message from distribution, exchange and routing key are right already, unless a
+    worker has put the message back into the levels: then distribution has published it to one queue
+    through the default exchange.
 
     Args:
         message: The message.
-        origins: Checks the exchange and the routing key that the headers name; None: they are
-            believed.
+        origins: Checks the exchange and the routing key in the headers; None: all are accepted.
 
     Returns:
-        What its headers have said; None if it was not delayed.
+        Its parsed headers; None if it was not delayed.
     """
     given: dict[str, Any] = message.headers
     if not given or header_names.DUE not in given:
@@ -352,8 +359,8 @@ def restore(message: Message, origins: Origins | None = None) -> DelayHeaders | 
         if origins is not None:
             exchange, routing_key = origins.checked(message, headers, exchange, routing_key)
         message.delivery_info.update(exchange=exchange, routing_key=routing_key)
-    said = DelayHeaders(headers.due_ms, queue=headers.queue, registry=headers.registry)
-    kept, restored = said.to_headers(), dict(headers.others)
+    visible = DelayHeaders(headers.due_ms, queue=headers.queue, registry=headers.registry)
+    kept, restored = visible.to_headers(), dict(headers.others)
     nested = restored.get(header_names.NESTED_HEADERS)
     for table in (restored, nested) if isinstance(nested, dict) else (restored,):
         table.update(kept)

@@ -1,8 +1,8 @@
 """Control commands: ``rabbitdelay_status``, and Celery's ``conf`` without passwords.
 
-Importing this module registers the commands, in place of Celery's own, which they call. Celery's
-command line lists the control commands that its own process has imported, so the command group of
-this package imports this module, as a worker's bootsteps do.
+Importing this module registers the commands; ``conf`` replaces and calls Celery's own. Celery's
+command line lists only the control commands that its own process has imported, so the command group
+of this package imports this module, as a worker's bootsteps do.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from celery_rabbitdelay.worker.restore import RestoringStrategies
 
 logger = logging.getLogger(__name__)
 
-#: How many of the tasks that run are told, those first that run for the longest time.
+#: Limit of the running tasks in an answer; the longest-running tasks come first.
 MOST_RUNNING: Final = 20
 
-#: The most characters of a setting in an answer.
+#: Maximum characters of a setting in an answer.
 MAX_SETTING: Final = 500
 
 _celerys: Final[Any] = control
@@ -46,7 +46,7 @@ _celerys: Final[Any] = control
 def conf(state: object, with_defaults: bool = False, **options: object) -> dict[str, object]:
     """List configuration, without passwords."""
     shown: dict[str, object] = _celerys.conf(state, with_defaults, **options)
-    # Each is for itself: Celery has hidden the texts under names such as "password".
+    # Celery has already hidden the values of names such as "password".
     return {name: without_passwords_in(value) for name, value in shown.items()}
 
 
@@ -54,10 +54,10 @@ def conf(state: object, with_defaults: bool = False, **options: object) -> dict[
 def rabbitdelay_status(
     state: Any, about: bool = False, **options: Any
 ) -> dict[str, dict[str, object]]:
-    """Rates and backlog of the modules around the delay levels; how late tasks and probes are."""
+    """Show the counts of the modules around the delay levels, and how late tasks and probes are."""
     consumer = state.consumer
     services: list[Service] = getattr(consumer.controller, "rabbitdelay_services", [])
-    status = {each.name: each.status() for each in services}
+    status = {service.name: service.status() for service in services}
     if isinstance(consumer.strategies, RestoringStrategies):
         status[ARRIVALS] = consumer.strategies.arrivals.status(about)
     if about:
@@ -66,24 +66,24 @@ def rabbitdelay_status(
 
 
 def _at_work(consumer: Any) -> dict[str, object]:
-    """Return the queues of a worker, its pool, its uptime in seconds, and what it runs."""
+    """Return a worker's queues, pool, uptime in seconds, and running tasks."""
     controller = consumer.controller
     tasks = getattr(consumer, "task_consumer", None)
-    running = sorted(worker_state.active_requests, key=lambda each: each.time_start or 0)
+    running = sorted(worker_state.active_requests, key=lambda request: request.time_start or 0)
     now = time.monotonic()
     return {
         "queues": sorted(queue.name for queue in (tasks.queues if tasks else ())),
         "processes": getattr(controller.pool, "num_processes", None),
         "uptime": controller.info()["uptime"],
         "running": [
-            {"name": each.name, "seconds": now - (each.time_start or now)}
-            for each in running[:MOST_RUNNING]
+            {"name": request.name, "seconds": now - (request.time_start or now)}
+            for request in running[:MOST_RUNNING]
         ],
     }
 
 
 def _about(app: DelayingCelery) -> dict[str, object]:
-    """Return the versions of a worker, and its settings as text, without secrets."""
+    """Return a worker's versions, and its settings as text, without secrets."""
     versions = {
         "celery_rabbitdelay": __version__,
         "celery": celery.__version__,
