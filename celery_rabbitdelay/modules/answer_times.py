@@ -102,7 +102,7 @@ class AnswerTimes:
             known.limit = min(known.limit + 1, MAX_PROMPT) if is_prompt else MAX_UNANSWERED
 
     def state_of(self, destination: str, broker_silent_for: float) -> State:
-        """Return whether a destination may get another message.
+        """Return the state of a destination: ready, full or silent.
 
         If the broker is slow for all destinations, answers come in the order of sending. So a
         destination is silent if a message for another one, sent a second later, is answered

@@ -312,7 +312,7 @@ class Deliveries:
         """Requeue a message that exceeds the budget; stop consuming until there is room."""
         if self._tag is not None:
             logger.info(
-                "rabbitdelay %s: stops consuming for now, with %s bytes of unsettled messages.",
+                "rabbitdelay %s: consuming pauses, because unsettled messages take %s bytes.",
                 self._module.name,
                 f"{self._held.held:,}",
             )

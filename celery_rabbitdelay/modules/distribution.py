@@ -210,7 +210,7 @@ class Distribution:
             envelope = OpenedEnvelope(message.body, self.max_message_bytes)
             is_shared_checked = False
             for item in envelope:
-                # Whether a field of its own, not a shared one, decides whether it is published.
+                # Whether the message overrides a shared field that decides about its publication.
                 is_own = not DECISIVE.isdisjoint(item.headers) or "content_type" in item.properties
                 if is_own or not is_shared_checked:
                     self._check(message.headers, envelope, item)
@@ -298,8 +298,8 @@ def _refuse_other_than_key(word: str, named: object) -> None:
 def _named_by(headers: DelayHeaders) -> str | tuple[str, str | None] | None:
     """Return the destination in a message's headers: a queue, or an exchange and a routing key.
 
-    None without one. Beside a queue, exchange and routing key are only the destination of a retry,
-    which the worker checks.
+    None without a destination. If the headers name a queue, their exchange and routing key are only
+    the destination of the task's retries, which the worker checks.
     """
     if headers.queue is not None or headers.exchange is None:
         return headers.queue

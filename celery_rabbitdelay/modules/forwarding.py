@@ -75,8 +75,8 @@ class Outgoing(NamedTuple):
             key, which depend on the remaining time. None for any other message.
         via: Another exchange and routing key that lead to its destination; None if it is published
             directly.
-        obstacle: Why it is not published now, but retried later straight from the levels; None if
-            it is published.
+        obstacle: Why it cannot be published now, and goes into the levels, which release it
+            straight to its queue; None if it can be published.
         is_authentic: Whether the module signs it, if there is a key. False if the sender of the
             received message has not signed.
     """

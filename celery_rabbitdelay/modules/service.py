@@ -297,7 +297,7 @@ class Service(ABC):
 
     @abstractmethod
     def status(self) -> dict[str, object]:
-        """Return its counts, for the worker's status."""
+        """Return the counts of the service, for the worker's status."""
 
     @property
     @abstractmethod

@@ -27,7 +27,7 @@ Action: TypeAlias = Callable[[], None]
 #: Acknowledges a message: the function that Celery passes to a strategy.
 Ack: TypeAlias = Callable[..., object]
 
-#: Items of one batch, at most.
+#: Maximum items of a batch.
 MAX_BATCH: Final = 200
 
 #: Seconds that a stopping worker waits for the current batch.
@@ -39,9 +39,8 @@ ItemT = TypeVar("ItemT")
 class BatchThread(ABC, Generic[ItemT]):
     """Waits for servers outside of the worker's event loop.
 
-    Items that arrive during a batch make up the next one. The thread hands actions that only the
-    event loop may run back to the loop, and wakes the loop by a socket. With gevent and eventlet,
-    the thread is a greenlet.
+    Items that arrive during a batch make up the next one. Actions that only the event loop may run
+    go back to the loop, which a socket wakes. With gevent and eventlet, the thread is a greenlet.
 
     Args:
         consumer: The worker's consumer, on one connection.

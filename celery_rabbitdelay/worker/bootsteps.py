@@ -127,7 +127,8 @@ class WorkerDeclaration:
                 if isinstance(error, AccessRefused) and not is_broadcast:
                     raise
                 logger.warning(
-                    "Queue %r gets no delayed task, because it cannot be bound to the levels: %s",
+                    "rabbitdelay worker: the queue %r gets no delayed tasks, because it cannot be "
+                    "bound to the levels: %s",
                     queue.name,
                     error,
                 )
@@ -194,7 +195,7 @@ class RestoreTasks(RabbitMQStep):
         if not isinstance(consumer.strategies, RestoringStrategies):
             takeover = consumer.app.rabbitdelay.settings.takeover
             consumer.strategies = RestoringStrategies(consumer, takeover, Origins(consumer))
-        # Without takeover too: a task may leave the levels before it is due.
+        # Needed even without takeover: a task may leave the levels before it is due.
         strategies = consumer.strategies
         strategies.early_tasks = EarlyTasks(consumer)
         strategies.early_tasks.start()

@@ -1,4 +1,4 @@
-"""Check Celery's request of a client's task at check-in, and guard the worker when it arrives.
+"""Check a client's task at check-in, and guard workers on its arrival.
 
 A worker builds a request from a task's message in its main process, and evaluates parts of it
 later: when it holds the task, takes a slot of its pool, and starts the task. Celery does not expect
@@ -44,7 +44,7 @@ Refuse: TypeAlias = Callable[[Message, Exception], None]
 
 _TASK: Final = "task"
 
-#: Parts of Celery without types.
+#: Untyped modules of Celery.
 _requests: Any = requests
 _strategy: Any = strategy
 
@@ -281,5 +281,5 @@ def _forget_job(pool: object, request: Request) -> None:
 
 
 def _connection_errors(consumer: Consumer) -> tuple[type[Exception], ...]:
-    """Return the errors of a consumer's lost connection or channel."""
+    """Return the errors that a consumer raises after losing its connection or channel."""
     return (*consumer.connection_errors, *consumer.channel_errors)

@@ -91,7 +91,7 @@ def _about(app: DelayingCelery) -> dict[str, object]:
     }
     settings: Settings = app.rabbitdelay.settings
     layout = settings.topology.layout
-    # The same layout may be written in several ways.
+    # A layout can be set in several ways, so its levels are shown.
     levels = ", ".join(f"{level.name} to {level.base - 1}" for level in layout.levels)
     shown = {**settings.shown, "layout": f"{layout.name}, zeros {layout.zeros}: {levels}"}
     return {
