@@ -1,4 +1,4 @@
-"""Find what on a broker breaks a promise of the levels."""
+"""Find faults on a broker that break a promise of the levels."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FoundRow: TypeAlias = tuple[str, str, Mapping[str, object]]
 #: The keys of policies and arguments that bound a queue.
 BOUNDS: Final = ("max-length", "max-length-bytes")
 
-#: The priority of the policy that the documentation recommends for the levels: it keeps other
-#: policies away.
+#: The priority of the policy that the documentation recommends for the levels. It takes precedence
+#: over other policies.
 GUARD_PRIORITY: Final = 1000
 
 #: See :data:`.DEAD_LETTERING_FLAG`.
@@ -34,13 +34,13 @@ NEEDED_FLAG: Final = "stream_queue"
 #: https://www.rabbitmq.com/docs/quorum-queues#replication-factor
 ENOUGH_REPLICAS: Final = 3
 
-#: Seconds that a probe may be early, and late.
+#: The earliest and the latest that a probe may arrive, in seconds after its due time.
 PROBE_IN_TIME: Final = (-1.0, 30.0)
 
-#: Behind the prefix: the name of a digit's queue, perhaps of a shard: days.70, days.x10.0.s2
+#: The name of a digit queue, without the prefix: days.70, or days.x10.0.s2 with shards.
 _QUEUE: Final = re.compile(r"[A-Za-z0-9_-]+\.(\d+|x\d+\.0)(\.s\d+)?")
 
-#: Behind the prefix: the name of a level's exchange, or of a layout's marker.
+#: The name of a level's exchange or of a layout's marker, without the prefix.
 _EXCHANGE: Final = re.compile(r"[A-Za-z0-9_-]+\.x\d+|layout\.[^.]+")
 
 
@@ -51,9 +51,9 @@ def check_broker(
 
     Args:
         settings: The application's settings.
-        inventory: What there is.
+        inventory: The inventory of the broker.
         is_blocked: Whether the broker blocks publishers, because a node is low on memory or disk
-            space. The management API knows of an alarm, and of its end, some seconds late.
+            space. The management API shows the start and the end of an alarm some seconds late.
     """
     subject = f"RabbitMQ {inventory.version}"
     version = version_of(inventory.version)
@@ -93,14 +93,14 @@ def check_entities(settings: Settings, inventory: Inventory) -> Iterator[FoundRo
 
 
 def check_strangers(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
-    """Find bindings that are missing, those that let tasks out or strangers in, and consumers."""
+    """Find missing bindings, additional ones that leak tasks or let strangers in, and consumers."""
     ours = {exchange.name for exchange in topology.exchanges}
     queues = {queue.name for queue in topology.queues}
     for binding in topology.bindings:
         targets = inventory.exchanges if binding.target_is_exchange else inventory.queues
         if (
             binding not in inventory.bindings
-            # If one of its ends is missing, that is a finding of its own.
+            # A missing exchange or queue is a finding of its own.
             and binding.source in inventory.exchanges
             and binding.target in targets
         ):
@@ -108,7 +108,7 @@ def check_strangers(topology: Topology, inventory: Inventory) -> Iterator[FoundR
     for binding in sorted(inventory.bindings - {*topology.bindings, topology.probe_binding}):
         leads_out = binding.source in ours and not _is_harmless(topology, binding)
         leads_in = binding.target in (ours if binding.target_is_exchange else queues)
-        # The levels of another layout, which are orphans, lead to the same delivery exchange.
+        # Orphans, the levels of another layout, are bound to the same delivery exchange.
         if leads_out or (leads_in and not _is_level(topology, binding.source)):
             yield "binding-additional", _subject(binding), {"source": binding.source}
     for name, tag in inventory.consumers:
@@ -119,7 +119,7 @@ def check_strangers(topology: Topology, inventory: Inventory) -> Iterator[FoundR
 def destinations_of(
     topology: Topology, queues: Iterable[Queue], inventory: Inventory
 ) -> tuple[str, ...]:
-    """Return the names of the application's queues, and of all that delivery is bound to."""
+    """Return the names of the application's queues and of all queues bound to delivery."""
     bound = sorted(
         binding.target
         for binding in inventory.bindings
@@ -133,12 +133,12 @@ def destinations_of(
 def check_destinations(
     settings: Settings, queues: Sequence[Queue], inventory: Inventory
 ) -> Iterator[FoundRow]:
-    """Find queues of tasks that are missing, differ, or get no tasks."""
+    """Find task queues that are missing, differ, or receive no tasks."""
     topology, delivery = settings.topology, settings.topology.delivery.name
     for queue in queues:
         name, subject, found = queue.name, f"queue {queue.name}", inventory.of(queue)
         if found is None:
-            # Otherwise, the first producer or worker that uses it declares it.
+            # With "auto", the first producer or worker declares it.
             if settings.declare == "never":
                 yield "missing", subject, {}
             continue
@@ -158,10 +158,10 @@ def check_destinations(
 
 
 def check_probes(settings: Settings, workers: Mapping[str, Json]) -> Iterator[FoundRow]:
-    """Find levels through which the last probe did not come in time; others' workers answer too."""
+    """Find levels whose last probe was not in time. Workers of other levels answer as well."""
     earliest, latest = PROBE_IN_TIME
-    told = [answer.get(PROBE, {}) for answer in workers.values()]
-    ours = [each for each in told if each.get("prefix") == settings.prefix]
+    probes = [answer.get(PROBE, {}) for answer in workers.values()]
+    ours = [each for each in probes if each.get("prefix") == settings.prefix]
     if PROBE in settings.modules and not ours:
         yield "probe-unknown", settings.prefix, {}
     for each in ours:
@@ -192,12 +192,12 @@ def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[Found
             yield "replica-offline", subject, values
         lacking = min(len(inventory.nodes), ENOUGH_REPLICAS) - len(members)
         if lacking > 0:
-            # Those that run come first.
+            # Running nodes come first.
             runs, others = inventory.nodes, {*inventory.nodes} - {*members}
             added = sorted(others, key=lambda node: (not runs[node], node))[:lacking]
             commands = _each("rabbitmq-queues grow {} all", added)
-            told = {"members": len(members), "nodes": len(inventory.nodes), "commands": commands}
-            yield "replicas-few", subject, told
+            values = {"members": len(members), "nodes": len(inventory.nodes), "commands": commands}
+            yield "replicas-few", subject, values
 
 
 def orphans_of(topology: Topology, inventory: Inventory) -> Iterator[str]:
@@ -205,7 +205,7 @@ def orphans_of(topology: Topology, inventory: Inventory) -> Iterator[str]:
     start, queues = f"{topology.prefix}.", {queue.name for queue in topology.queues}
     for name, queue in inventory.queues.items():
         arguments = queue["arguments"]
-        # A queue of the application may begin alike.
+        # The name of a task queue may begin with the prefix, too.
         if (
             name not in queues
             and name.startswith(start)
@@ -223,8 +223,8 @@ def check_orphans(
 
     Args:
         topology: The topology.
-        inventory: What there is.
-        waiting: How many messages wait in each of :func:`orphans_of`, or a text if it is unknown.
+        inventory: The inventory of the broker.
+        waiting: The number of messages in every queue of :func:`orphans_of`, or a text if unknown.
     """
     exchanges = {each.name for each in topology.all_exchanges}
     for name in orphans_of(topology, inventory):
@@ -242,7 +242,7 @@ def _is_level(topology: Topology, name: str) -> bool:
 
 
 def _each(command: str, nodes: Iterable[str]) -> str:
-    """Return a command for each node, as ways out print commands."""
+    """Return one command per node, in backticks."""
     return ", ".join(f"`{command.format(node)}`" for node in nodes)
 
 
@@ -260,7 +260,7 @@ def _is_harmless(topology: Topology, binding: Binding) -> bool:
         return False
     if binding.pattern == own and not binding.target_is_exchange:
         return True
-    # That of a layout with another number of levels.
+    # A binding of a layout with another number of levels.
     return "#" not in binding.pattern and binding.pattern.count(".") != own.count(".")
 
 
@@ -274,11 +274,11 @@ def _node_of(queue: Json) -> str:
 
 
 def _difference(entity: Exchange | Queue, inventory: Inventory) -> str:
-    """Return as text how an exchange or queue differs; empty if not, or if it does not exist."""
+    """Describe how an exchange or queue differs; empty if it does not, or does not exist."""
     if (found := inventory.of(entity)) is None:
         return ""
     wanted, there = _flat(described(entity)), _flat(found)
-    # Without the argument, the virtual host's default counts.
+    # Without the argument, the virtual host's default applies.
     wanted["type"] = wanted.pop("x-queue-type", wanted.get("type", found["type"]))
     return ", ".join(
         f"{name} is {there.get(name)!r} instead of {wanted.get(name)!r}"
@@ -297,13 +297,13 @@ def check_policies(
     destinations: Sequence[str],
     may_refuse: Callable[[str], bool],
 ) -> Iterator[FoundRow]:
-    """Find policies that break a promise, and tasks' queues that drop tasks or refuse them.
+    """Find policies that break a promise, and task queues that drop or refuse tasks.
 
     Args:
         topology: The topology.
         inventory: The broker's queues and policies.
-        destinations: The names of the tasks' queues.
-        may_refuse: Returns whether the application knows that a queue may refuse tasks.
+        destinations: The names of the task queues.
+        may_refuse: Returns whether ``rabbitdelay_may_refuse`` includes a queue.
     """
     checkin = topology.module_queues.checkin.name
     levels = [queue.name for queue in topology.queues]
@@ -319,20 +319,20 @@ def check_policies(
             for key in sorted(key for key in values if harms.get(key)):
                 value, policy = effective[key]
                 code = "policy" if policy["kind"] == "policy" else "operator-policy"
-                told = {each: policy[each] for each in ("kind", "name", "pattern", "priority")}
-                told |= {
+                given = {each: policy[each] for each in ("kind", "name", "pattern", "priority")}
+                given |= {
                     "key": key,
                     "value": value,
                     "higher": max(GUARD_PRIORITY, policy["priority"] + 1),
                     "own": shlex.quote(f"^{re.escape(topology.prefix)}\\."),
                 }
-                yield "destination-policy" if name in destinations else code, f"queue {name}", told
+                yield "destination-policy" if name in destinations else code, f"queue {name}", given
 
 
 def _check_destination(
     queue: Json, values: Json, may_refuse: Callable[[str], bool]
 ) -> Iterator[FoundRow]:
-    """Find that a task's queue is classic, drops tasks when it is full, or refuses them."""
+    """Find whether a task queue is classic, and whether it drops or refuses tasks when full."""
     name, arguments = queue["name"], queue["arguments"]
     if queue["type"] == "classic" and queue["durable"] and not queue.get("exclusive"):
         yield "destination-classic", f"queue {name}", {}
@@ -346,13 +346,13 @@ def _check_destination(
 
 
 def _harms_to_levels(queue: Json, values: Json, is_checkin: bool) -> dict[str, bool]:
-    """Return for the keys of policies whether they harm a queue of the levels or of a module."""
+    """Return the keys of policies, and whether they harm a queue of the levels or of a module."""
     arguments, is_quorum = queue["arguments"], queue["type"] == "quorum"
     # Check-in may refuse its clients' messages when it is full.
     overflow = str(values.get("overflow", arguments.get("x-overflow")))
     may_be_full = is_checkin and overflow.startswith("reject-publish")
-    # The policy's overflow counts, not the argument's; of dead-lettering, the argument's counts
-    # wherever there is one (rabbit_quorum_queue:args_policy_lookup).
+    # A policy's overflow takes precedence over the argument; for dead-lettering, the argument takes
+    # precedence over the policy (rabbit_quorum_queue:args_policy_lookup).
     leads_on, limit = "x-dead-letter-exchange" in arguments, values.get("delivery-limit", -1)
     return {
         "expires": True,
@@ -365,6 +365,6 @@ def _harms_to_levels(queue: Json, values: Json, is_checkin: bool) -> dict[str, b
 
 
 def _harms_to_tasks(queue: Json, values: Json) -> dict[str, bool]:
-    """Return for the keys of policies whether they harm a task's queue."""
+    """Return the keys of policies, and whether they harm a task queue."""
     is_limited = queue["type"] == "quorum" and values.get("delivery-limit", -1) >= 0
     return {"expires": True, "message-ttl": True, "delivery-limit": is_limited}

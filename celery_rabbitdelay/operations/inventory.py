@@ -1,4 +1,4 @@
-"""What there is in a virtual host, as the management API tells it, and the policies in effect."""
+"""Reads all entities of a virtual host over the management API, and computes effective policies."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from celery_rabbitdelay.operations.management import NOTHING, Json, ManagementAP
 from celery_rabbitdelay.operations.quirks import DEAD_LETTERING_FLAG, version_of
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
-#: Keys of which a policy and an operator policy both hold, so that the smaller value counts:
-#: https://www.rabbitmq.com/docs/policies#operator-policies. For all others, the operator's counts.
+#: Keys for which RabbitMQ takes the smaller value of a policy and an operator policy. For all other
+#: keys, it takes the operator policy's: https://www.rabbitmq.com/docs/policies#operator-policies
 SMALLER_COUNTS: Final = frozenset(
     {"delivery-limit", "expires", "max-length", "max-length-bytes", "message-ttl"}
 )
 
-#: What policies set for a queue: by the key, the value and the policy that it comes from.
+#: The values that policies set for a queue: by key, the value and the policy that it comes from.
 Effective: TypeAlias = Mapping[str, tuple[Any, Json]]
 
 
 class Inventory(NamedTuple):
-    """What there is in one virtual host, and in its cluster.
+    """The entities of one virtual host, and the state of its cluster.
 
     Attributes:
         version: The version of RabbitMQ.
         queues: Every queue by its name, always with ``arguments`` and ``type``.
         exchanges: Every exchange by its name, always with ``arguments``.
         bindings: Every binding, except those of the default exchange.
-        consumers: The queue and the tag of each consumer, up to five seconds ago.
-        policies: Every policy, and every operator policy, which is applied in addition; ``kind``
-            says which it is.
-        nodes: Whether each node of the cluster runs, by its name.
+        consumers: The queues and the tags of all consumers, up to five seconds old.
+        policies: Every policy and every operator policy, told apart by ``kind``.
+        nodes: Whether a node of the cluster runs, by the node's name.
         alarmed: The nodes that are low on memory or disk space, as ``node rabbit@host``.
         disabled_flags: The feature flags that are disabled; read on RabbitMQ 3.10 only.
     """
@@ -69,8 +68,8 @@ def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
     version = api.get("overview")["rabbitmq_version"]
     needs_flag = DEAD_LETTERING_FLAG.is_in(version_of(version))
     flags = api.get("feature-flags") if needs_flag else ()
-    # Without statistics, which are up to five seconds old, and slow if there are many queues. With
-    # enable_queue_totals, RabbitMQ 3.10 leaves out the queues whose node is away.
+    # Without statistics: they are up to five seconds old, and slow with many queues. And with
+    # enable_queue_totals, RabbitMQ 3.10 leaves out queues whose node is down.
     queues = _by_name(api.get("queues", virtual_host, disable_stats="true"))
     nodes = api.get("nodes")
     return Inventory(
@@ -114,7 +113,7 @@ def _by_name(entities: Iterable[Json]) -> dict[str, Json]:
 
 
 def described(entity: Exchange | Queue) -> dict[str, object]:
-    """Return how an exchange or queue is declared, in the words of the management API."""
+    """Return an exchange's or queue's declaration in the terms of the management API."""
     flags = {"durable": bool(entity.durable), "auto_delete": bool(entity.auto_delete)}
     if isinstance(entity, Queue):
         return {"name": entity.name, **flags, "arguments": declared_arguments(entity)}
@@ -123,11 +122,10 @@ def described(entity: Exchange | Queue) -> dict[str, object]:
 
 
 def effective_policies(inventory: Inventory, name: str) -> Iterator[Effective]:
-    """Yield what policies and operator policies come to for a queue, if it exists.
+    """Yield the possible combinations of policy and operator policy for a queue, if it exists.
 
-    There are several if several policies of the highest priority match: RabbitMQ takes any of them.
-    They are computed from the policies, because RabbitMQ reports what is in effect some seconds
-    late.
+    If several policies of the highest priority match, RabbitMQ takes any of them. The values are
+    computed here, because RabbitMQ reports its own some seconds late.
     """
     if (queue := inventory.queues.get(name)) is None:
         return
@@ -152,5 +150,5 @@ def _matches(policy: Json, queue: Json) -> bool:
     try:
         return re.search(policy["pattern"], queue["name"]) is not None
     except re.error:
-        # Erlang knows expressions that Python does not know; it is better to look in vain.
+        # Erlang accepts some patterns that Python does not. A false alarm is the better mistake.
         return True

@@ -1,13 +1,12 @@
 """Moves messages from queues to another place: publish, wait for the confirm, acknowledge.
 
-It serves all commands that take messages out of queues: migrate, transfer, adopt, redrive and purge
-differ in what they convert a message to. If the process dies, the broker requeues the
-unacknowledged messages. Some of them may have been confirmed already and then exist twice. No
-message is lost, and the move can be started again.
+The commands migrate, transfer, adopt, redrive and purge use it, each with its own conversion. If
+the process dies, the broker requeues the unacknowledged messages. The target may have confirmed
+some of them already; they then exist twice. No message is lost, and the move can be started again.
 
-Messages that a consumer of a quorum queue holds do not expire. The remaining delay of a message is
-therefore computed from its due time when it is published. :class:`Destinations` binds the queues
-that messages are for.
+Messages that a consumer of a quorum queue holds do not expire. Therefore the remaining delay of a
+message is computed from its due time when it is published. :class:`Destinations` binds the
+destination queues.
 """
 
 from __future__ import annotations
@@ -53,27 +52,27 @@ class Place(NamedTuple):
     may_declare: bool = True
 
     def declare(self, opened: Connection) -> None:
-        """Declare all over an open connection, or check that nothing is missing.
+        """Declare the topology over an open connection, or check that it is complete.
 
-        A level that somebody has deleted may be why messages are undeliverable.
+        A deleted level may be the reason why messages are undeliverable.
         """
         declare = declaration.declare if self.may_declare else declaration.check_complete
         declare(opened, self.topology)
 
 
 class Destinations:
-    """Binds the destination queues of messages to the levels of the target, each once.
+    """Binds destination queues of messages to the levels of the target, once per queue.
 
     Args:
         target: The target.
         known: The queues that the application knows, by their names. They are declared with the
             application's arguments.
-        may_bind: Returns whether another queue may be bound. Anybody may have written its name into
-            a routing key, and what is bound to the levels can be reached by every producer.
+        may_bind: Returns whether another queue may be bound. A stranger may have written its name
+            into a routing key, and every producer can reach a queue that is bound to the levels.
 
     Attributes:
         target: The target.
-        missing: Destination queues that do not exist, or cannot be bound. Distribution tries to
+        missing: Destination queues that do not exist or cannot be bound. Distribution tries to
             deliver their messages when they are due.
         unnamed: Destination queues that may not be bound. Their messages wait until the queue is
             bound by a worker that consumes from it, or by a producer; but no longer than
@@ -95,7 +94,7 @@ class Destinations:
         self.unnamed: set[str] = set()
 
     def ensure(self, name: str) -> None:
-        """Declare a queue that the application knows, and bind it; bind any other one.
+        """Bind a queue to the levels; declare it first if the application knows it.
 
         Raises:
             OSError: The broker cannot be reached.
@@ -127,31 +126,29 @@ class Destinations:
             self._connection.release()
 
 
-#: Messages that are taken from all queues together before one is acknowledged; at a limited rate,
-#: the messages of one second. A message that comes due meanwhile is late by the time that it takes
-#: to move them.
+#: The prefetch over all queues; at a limited rate, the messages of one second. A message that comes
+#: due meanwhile is late by the time that it takes to move them.
 TAKEN_AHEAD: Final = 2000
 
-#: How many messages may stay in their queues. They are held unacknowledged, for which the broker
-#: needs some 200 bytes each (measured on 3.10.8, 4.0.5 and 4.3.6), and requeued at the end.
+#: The most messages that may stay in their queues. They are held unacknowledged until the end; the
+#: broker needs some 200 bytes per message (measured on 3.10.8, 4.0.5 and 4.3.6).
 MOST_STAYING: Final = 1_000_000
 
-#: Seconds after which empty queues are asked once more: a message may be between two of them.
+#: Seconds after which empty queues are looked at again: a message may be between two of them.
 SETTLE: Final = 2.0
 
-#: The most messages that are published until the source has received their acknowledgements, and
-#: the seconds after which a batch ends, too. If the process dies, two batches may exist twice: one
-#: that is published, and the one before, because a channel of RabbitMQ passes on acknowledgements
-#: to a quorum queue that has many in progress only when the queue has answered
-#: (quorum_commands_soft_limit).
+#: The most messages, and the most seconds, of a batch: messages that are published before the next
+#: acknowledgement to the source. If the process dies, the messages of two batches may exist twice:
+#: the batch that is published, and the one before. RabbitMQ passes acknowledgements on to a busy
+#: quorum queue only when the queue has answered (quorum_commands_soft_limit).
 BATCH: Final = 100
 BATCH_SECONDS: Final = 0.05
 
-#: Seconds of a pause that a limited rate makes up for.
+#: Seconds of a pause that a limited rate catches up on.
 CATCH_UP: Final = 0.1
 
-#: How many reasons are counted each for itself: anybody can make up reasons. The others are counted
-#: together.
+#: The most reasons that are counted one by one, because strangers can make up reasons. Further ones
+#: are counted together.
 MOST_REASONS: Final = 200
 OTHER_REASONS: Final = "other reasons"
 
@@ -159,7 +156,7 @@ OTHER_REASONS: Final = "other reasons"
 class Stay(Exception):
     """Raised by a conversion: the message stays in its queue.
 
-    The text says why; without one, the message is not counted.
+    The text is the reason; without a text, the message is not counted.
     """
 
 
@@ -173,8 +170,8 @@ class Moved:
     """The result of a move.
 
     Attributes:
-        moved: How many messages have left their queues: the target has confirmed them, including
-            those that went to ``undeliverable``, or they are deleted.
+        moved: How many messages have left their queues: confirmed by the target, including its
+            ``undeliverable``, or deleted.
         undeliverable: How many messages went to ``undeliverable``, by the reason.
         left: How many messages are still in their queues, by the reason.
         copies: How many messages may be at the target and still be in their queues, because the
@@ -192,25 +189,25 @@ class Moved:
 
 
 def counted_as(reason: str, known: Collection[str]) -> str:
-    """Return the name under which a reason is counted: its own, if there are not too many yet."""
+    """Return the reason, or :data:`OTHER_REASONS` if there are too many already."""
     return reason if reason in known or len(known) < MOST_REASONS else OTHER_REASONS
 
 
 @dataclass
 class Mover:
-    """Empties queues, in one call of :meth:`move`.
+    """Empties queues in one call of :meth:`move`.
 
     Attributes:
         source: The broker that the queues are on; another connection like it is opened.
         queues: The names of the queues; missing ones are skipped.
         target: Where the messages go.
         convert: Returns what to publish for a message.
-        timeout: Seconds in which a broker has to answer, and the target to confirm a message.
-        rate: The most messages that are published in a second.
+        timeout: Seconds for an answer of a broker, and for the target to confirm a message.
+        rate: The most messages that are published a second.
         limit: The most messages that are moved; None for all.
-        looked_at: How many messages are looked at, so that what comes back at once is not moved
-            twice; None for all.
-        dry_run: Whether to count what would be moved, and publish nothing.
+        looked_at: The most messages that are read, so that a message that comes back at once is not
+            moved twice; None for all.
+        dry_run: Whether to count the messages, and publish none.
         result: The counts of the messages moved so far.
         stopping: Set to end the move; messages in flight are confirmed first.
     """
@@ -237,8 +234,8 @@ class Mover:
         self._next_at = 0.0
         #: Why the connection to the source was lost while messages are in flight.
         self._lost: SourceLost | None = None
-        #: How many messages were taken, at how many of them the move ends, and how many were tried
-        #: to be moved, of which some are in flight.
+        #: How many messages to take before the move ends, how many were taken, how many of them
+        #: were converted, and how many are in flight.
         self._end = math.inf if self.looked_at is None else self.looked_at
         self._taken = self._tried = self._in_flight = 0
 
@@ -246,9 +243,9 @@ class Mover:
         """Move messages until all queues are empty, or ``stopping`` is set.
 
         Raises:
-            PublishError: The target takes no messages any more.
-            OSError: A broker cannot be reached, its connection was lost, or it does not let a queue
-                be read. Messages that are not moved remain in their queues.
+            PublishError: The target accepts no more messages.
+            OSError: A broker cannot be reached, its connection was lost, or it refuses to let a
+                queue be read. Messages that are not moved remain in their queues.
             amqp.AMQPError: A broker refuses the connection or a declaration.
         """
         began = time.monotonic()
@@ -258,7 +255,7 @@ class Mover:
         finally:
             self._source.close()
             self._publisher.close()
-            # If the move was interrupted, the target may have what was in flight.
+            # If the move was interrupted, the target may have the messages in flight.
             self.result.copies += self._in_flight + len(self._source.to_acknowledge)
             self.result.seconds = time.monotonic() - began
         return self.result
@@ -273,9 +270,11 @@ class Mover:
                 self._move_ready(ready)
             if not ready and was_empty:
                 return True
-            if ready and idle_rounds == MOST_IDLE_ROUNDS:  # so that these were not moved
+            if ready and idle_rounds == MOST_IDLE_ROUNDS:
                 found = sum(ready.values())
-                self.result.left["no message comes, another consumer may have it"] += found
+                self.result.left["the broker delivers none: another consumer may have them"] += (
+                    found
+                )
                 return False
             was_empty = not ready
             if self._taken > taken_before:
@@ -294,7 +293,7 @@ class Mover:
         return self._is_done or self.result.left.total() >= MOST_STAYING
 
     def _move_ready(self, ready: Mapping[str, int]) -> None:
-        # At a low rate, the other queues have their turn in the next rounds.
+        # At a low rate, the other queues come next.
         queues = list(ready)[: self._ahead]
         self._source.consume(queues, self._ahead // len(queues))
         self._publish()
@@ -308,7 +307,7 @@ class Mover:
         taken = -1
         while self._taken > taken:
             taken, batch = self._taken, self._batch()
-            # Without a first message, nothing is asked of the target.
+            # Without a message, the target is not contacted.
             for first in batch:
                 self._publisher.publish_all(
                     chain([first], batch),
@@ -322,7 +321,7 @@ class Mover:
             self._source.acknowledge()
 
     def _batch(self) -> Iterator[Publication]:
-        """Yield what to publish until the next acknowledgement, while messages come."""
+        """Yield the publications of one batch."""
         until, last = time.monotonic() + BATCH_SECONDS, self._taken + BATCH
         while not self.stopping.is_set() and not self._is_full:
             if self._taken == last or time.monotonic() > until:
@@ -330,7 +329,7 @@ class Mover:
             try:
                 message = self._source.take()
             except SourceLost as lost:
-                self._lost = lost  # it is raised once the messages in flight are confirmed
+                self._lost = lost  # raised once the messages in flight are confirmed
                 return
             if message is None:
                 return
@@ -344,7 +343,7 @@ class Mover:
     def _publication(self, message: amqp.Message) -> Publication | None:
         """Return what to publish for a message; None if it stays, or is deleted.
 
-        Its context is the message, and why it is undeliverable; empty if it is not.
+        Its context is the message, and the reason if the message is undeliverable, else "".
         """
         content, reason = None, ""
         try:
@@ -360,7 +359,7 @@ class Mover:
             return None
         except (OSError, amqp.AMQPError):
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is that anybody has published
+        except Exception as error:  # noqa: BLE001 - a stranger may have published it
             # A single message does not end the move.
             self._leave(f"it cannot be converted: {shortened(error)}")
             return None
@@ -376,7 +375,7 @@ class Mover:
 
     def _keep_to_the_rate(self) -> None:
         now = time.monotonic()
-        # After a pause, a little of the lost time is made up for.
+        # After a pause, catch up a little.
         self._next_at = max(self._next_at, now - CATCH_UP) + 1 / self.rate
         if self._next_at > now:
             self.stopping.wait(self._next_at - now)
@@ -385,7 +384,7 @@ class Mover:
         self._in_flight -= 1
         message, reason = publication.context
         if publication.error is not None:
-            self._leave(f"the target does not take it ({type(publication.error).__name__})")
+            self._leave(f"the target refuses it ({type(publication.error).__name__})")
             self.result.copies += publication.error.may_have_arrived
             return
         if reason:

@@ -1,7 +1,7 @@
-"""Why a message lies in ``undeliverable``: read from its headers. Pure.
+"""Reads from a message's headers why it is in ``undeliverable``. Pure.
 
 RabbitMQ gives no reason when it routes to an alternate exchange. But ``x-death`` has the message's
-stops, newest first, and its routing key, which together say where it should have gone next
+stops, newest first, and its routing key, which together give the stop that should have come next
 (https://www.rabbitmq.com/docs/dlx#effects; seen on 3.10.8, 4.0.5 and 4.3.6).
 """
 
@@ -24,12 +24,12 @@ from celery_rabbitdelay.levels.routing_key import (
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 
-#: Why the broker takes a message out of a module's queue, by the reason of ``x-death``.
+#: Why the broker dead-letters a message from a module's queue, by the reason in ``x-death``.
 CAUSES: Final = {
     "expired": "it expired in {}, before a worker took it: by its own expiration, or by a policy's "
     "message-ttl",
     "rejected": "a worker rejected it unread from {}: it is larger than "
-    "rabbitdelay_max_message_bytes, or than what RabbitMQ takes; the worker's log says more",
+    "rabbitdelay_max_message_bytes, or than RabbitMQ allows; see the worker's log",
     "maxlen": "{} was full, by a policy's max-length",
     "delivery_limit": "delivery limit of {} exceeded: no worker acknowledged it",
 }
@@ -43,10 +43,10 @@ class Undeliverable:
         task_id: The task's id; None if the message is not a Celery task.
         task: The task's name; None if the message is not a Celery task.
         queue: The queue that the message was delayed for; None if unknown.
-        due: The instant at which it was to start, aware; None if unknown or after the year 9999.
+        due: Its due time, aware; None if unknown or after the year 9999.
         reason: Why it could not be delivered, and which of its headers have invalid values.
         last_stop: The last level queue it passed, or None.
-        since: When it could not be delivered for the first time, aware; None if no header says it.
+        since: When its first delivery failed, aware; None if unknown.
     """
 
     task_id: str | None
@@ -61,20 +61,20 @@ class Undeliverable:
 def examine(
     headers: Mapping[str, object], topology: Topology, routing_key: str | None = None
 ) -> Undeliverable:
-    """Say what a message in ``undeliverable`` is and why it is there.
+    """Return the task of a message in ``undeliverable``, and the reason why it is there.
 
-    It never raises, whatever the headers hold: anybody may have published the message.
+    Invalid headers raise nothing: a stranger may have published the message.
 
     Args:
         headers: The message's headers, as the broker returns them.
-        topology: The topology that it was published into.
-        routing_key: ``message.delivery_info["routing_key"]``. Only a message that never was in a
-            queue of the levels needs it: its headers do not say where it was published.
+        topology: The topology that the message was published into.
+        routing_key: ``message.delivery_info["routing_key"]``. Needed only for a message that
+            never was in a queue of the levels: its headers lack the key.
     """
-    said, problems = header_names.parse(headers)
+    parsed, problems = header_names.parse(headers)
     last_stop, key, cause, died = _last_death(headers, problems)
     key = key if key is not None else routing_key
-    queue, word = said.queue, key.split(".")[-1] if key else ""
+    queue, word = parsed.queue, key.split(".")[-1] if key else ""
     if queue is None and word not in ("", encode_destination(DISTRIBUTION)):
         queue = decode_destination(word)
     task_id, task, unreadable = (
@@ -82,16 +82,16 @@ def examine(
     )
     # py-amqp returns naive datetimes in UTC.
     since = died.replace(tzinfo=UTC) if isinstance(died, datetime) else None
-    if said.failures is not None:
-        since = _instant(said.failures.since_ms, header_names.FAILED_SINCE, problems)
+    if parsed.failures is not None:
+        since = _instant(parsed.failures.since_ms, header_names.FAILED_SINCE, problems)
     reason = (
-        # First: a message that no module has put here may have any headers of its sender.
+        # First: in a message that the broker moved here, all other headers are its sender's.
         _by_broker(topology, last_stop, cause)
-        or said.reason
+        or parsed.reason
         or (unreadable and f"its properties cannot be read: {unreadable}")
         or _reason(topology, last_stop, key, queue)
     )
-    due = _instant(said.due_ms, header_names.DUE, problems)
+    due = _instant(parsed.due_ms, header_names.DUE, problems)
     later = later_version(headers, None)
     notes = [later] if later is not None and later not in reason else []
     reasons = "; ".join([reason, *notes, *problems.values()])
@@ -107,12 +107,12 @@ def examine(
 
 
 def _printable(text: str | None) -> str | None:
-    """Return a text without lone surrogates, which py-amqp reads and no terminal writes."""
+    """Escape lone surrogates, which py-amqp reads and no terminal can print."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _text(headers: Mapping[str, object], name: str, problems: dict[str, str]) -> str | None:
-    """Return a header that should be a text; None if it is missing or something else."""
+    """Return a header's text; None if it is missing or not a text."""
     value = headers.get(name)
     if value is None or isinstance(value, str):
         return value or None
@@ -131,7 +131,7 @@ def _instant(at_ms: int | None, name: str, problems: dict[str, str]) -> datetime
 def _last_death(
     headers: Mapping[str, Any], problems: dict[str, str]
 ) -> tuple[str | None, str | None, object, object]:
-    """Return where, with which key, why and when the broker has dead-lettered a message last."""
+    """Return the queue, key, reason and time of a message's last dead-lettering."""
     deaths = headers.get("x-death")
     newest = deaths[0] if isinstance(deaths, list) and deaths else deaths or {}
     is_table = isinstance(newest, Mapping) and isinstance(deaths, list | None)
@@ -146,7 +146,7 @@ def _last_death(
 
 
 def _by_broker(topology: Topology, last_stop: str | None, cause: object) -> str | None:
-    """Return why the broker took a message out of a module's queue; None if it has not."""
+    """Return why the broker dead-lettered a message from a module's queue; None if it did not."""
     modules = topology.module_queues
     if last_stop not in (modules.checkin.name, modules.distribution.name):
         return None
@@ -162,7 +162,7 @@ def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: s
     try:
         start, following = _gap(topology, last_stop, key)
     except (LookupError, ValueError):
-        where = f"it came out of {last_stop}, and " if last_stop else ""
+        where = f"it came from {last_stop}, and " if last_stop else ""
         return f"{where}its routing key {key!r} does not belong to this layout"
     delivery = topology.delivery.name
     gap = f"a binding is missing between {start} and {following}"
@@ -175,11 +175,11 @@ def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: s
 
 
 def _gap(topology: Topology, last_stop: str | None, key: str) -> tuple[str, str]:
-    """Return the exchange behind a stop, and the next stop; if there is none, delivery.
+    """Return the exchange behind a stop, and the next stop, which is delivery after the last one.
 
     Raises:
-        LookupError: The stop is not of this layout, or the key.
-        ValueError: The key is not of this layout.
+        LookupError: The stop or the key does not belong to this layout.
+        ValueError: The key does not belong to this layout.
     """
     exchanges = [*(each.name for each in topology.level_exchanges), topology.delivery.name]
     digits = tuple(map(int, topology.keys.digits(key) or ("none",)))

@@ -1,6 +1,6 @@
-"""``celery rabbitdelay status``: what waits, what is due next, and what the workers' modules do.
+"""``celery rabbitdelay status``: waiting messages, the next due time, the workers' modules.
 
-Only here do operations ask other additions, where the settings name a registry.
+This is the only file of operations that asks other additions, if the settings name a registry.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
 
 
 class Status(NamedTuple):
-    """One look at a topology.
+    """A snapshot of a topology.
 
     Attributes:
-        taken_at: When, in seconds of :func:`time.monotonic`.
-        backlog: How many messages wait in which queue.
-        workers: What each worker answers, by its name.
-        due_within_ms: Some message comes due within this many milliseconds, as the depths of the
-            queues show; None if nothing waits. It may be much earlier: a queue does not show how
-            long its first message has waited.
-        next_due: The due time of the next task that is tracked; None if there is none.
+        taken_at: When it was taken, in seconds of :func:`time.monotonic`.
+        backlog: The number of messages in every queue.
+        workers: The workers' answers, by their names.
+        due_within_ms: Milliseconds until the next message comes due, at most, computed from the
+            depths of the queues; None if nothing waits. It may come due much earlier: a queue does
+            not show how long its first message has waited.
+        next_due: The due time of the next tracked task; None if there is none.
         paused: The due tasks that wait until they are resumed.
-        registry_error: Why it is not known what is tracked and paused; None if it is.
+        registry_error: Why the registry could not be asked; None if it answered.
         is_blocked: Whether the broker blocks publishers; then the workers are not asked.
     """
 
@@ -52,7 +52,7 @@ class Status(NamedTuple):
 
 
 def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0) -> Status:
-    """Look at the topology of an application; nothing is declared or changed.
+    """Take a snapshot of an application's topology; declare and change nothing.
 
     Args:
         delays: The application's delays.
@@ -69,17 +69,17 @@ def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0)
     is_blocked, workers = delays.is_blocked(), {}
     if timeout and not is_blocked:  # they are asked by messages
         workers = status_of_workers(delays.app, connection, timeout)
-    told: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for each in additions_of(delays) if delays.available else ():
-        told.update(each.status())
+        answers.update(each.status())
     return Status(
         taken_at,
         backlog,
         workers,
         due_within(topology, backlog),
-        told.get("next_due"),
-        told.get("error"),
-        told.get("paused", ()),
+        answers.get("next_due"),
+        answers.get("error"),
+        answers.get("paused", ()),
         is_blocked,
     )
 
@@ -96,17 +96,14 @@ def due_within(topology: Topology, backlog: Backlog) -> int | None:
 def due_at_least(topology: Topology, backlog: Backlog, within_ms: int) -> int:
     """Return how many messages come due within some milliseconds, at least.
 
-    These are the messages in queues that they cannot stay in, and behind, for longer. Of all other
-    queues, nobody knows how long their messages have waited.
+    Counts the queues that a message leaves, to come due, within that time at the latest. How long
+    the messages in all other queues have waited is unknown.
     """
     return sum(messages for bound, messages in _bounds(topology, backlog) if bound <= within_ms)
 
 
 def _bounds(topology: Topology, backlog: Backlog) -> Iterator[tuple[int, int]]:
-    """Yield for each queue that is not empty how long its messages wait at most, and their number.
-
-    The time is in milliseconds.
-    """
+    """Yield the longest remaining delay, in milliseconds, and the depth of all non-empty queues."""
     layout = topology.layout
     for level in layout.levels:
         for digit, messages in backlog.digits[level.name].items():
@@ -119,10 +116,10 @@ def _bounds(topology: Topology, backlog: Backlog) -> Iterator[tuple[int, int]]:
 
 
 def rates_between(before: Status, after: Status) -> dict[str, float]:
-    """Return by how much each level and module queue has grown a second between two looks.
+    """Return the growth per second of every level and module queue between two snapshots.
 
-    The key :data:`.ARRIVALS` has the delayed tasks that workers have received in a second; workers
-    that did not answer both times are left out.
+    The key :data:`.ARRIVALS` has the delayed tasks that workers received per second; workers that
+    did not answer both times are left out.
     """
     seconds = max(after.taken_at - before.taken_at, 1e-9)
     depths, later_depths = map(_depths, (before, after))
@@ -149,11 +146,11 @@ def _depths(status: Status) -> dict[str, int]:
     default=1.0,
     show_default=True,
     type=shared.seconds_type,
-    help="How long to wait for the workers' answers.",
+    help="Seconds to wait for the workers' answers.",
 )
-@click.option("--digits", "with_digits", is_flag=True, help="List each digit that is not empty.")
+@click.option("--digits", "with_digits", is_flag=True, help="List all digits that are not empty.")
 def status(timeout: float, with_digits: bool) -> None:
-    """Show how many messages wait in each level, and what the workers' modules do."""
+    """Show how many messages wait in every level, and the statistics of the workers' modules."""
     delays = shared.delays()
     with shared.broker() as connection:
         found = status_of(delays, connection, timeout)
@@ -179,7 +176,7 @@ def _as_json(found: Status) -> dict[str, object]:
 
 
 def status_lines(topology: Topology, status: Status, with_digits: bool = False) -> Iterator[str]:
-    """Yield the lines of a status, and of each digit that is not empty if it is asked for."""
+    """Yield the lines of a status, optionally with all digits that are not empty."""
     if status.is_blocked:
         yield from lines_of(blocked())
     backlog = status.backlog
@@ -196,14 +193,14 @@ def status_lines(topology: Topology, status: Status, with_digits: bool = False) 
     if backlog.missing:
         yield f"  {len(backlog.missing)} queues are missing: {shared.first_of(backlog.missing)}"
     if status.registry_error is not None:
-        yield f"next due: the registry cannot be asked: {status.registry_error}"
+        yield f"next due: unknown, the registry cannot be asked: {status.registry_error}"
     yield from (shared.paused_line(**each) for each in status.paused)
     if status.next_due is not None:
         left_ms = max(round((status.next_due - wall_clock.now()).total_seconds()), 0) * 1000
         local = shared.local(status.next_due)
-        yield f"next due: {local}, in {duration_text(left_ms)}, of the tracked tasks"
+        yield f"next due: {local}, in {duration_text(left_ms)} (tracked tasks)"
     if status.due_within_ms is not None:
-        yield f"next due: within {duration_text(status.due_within_ms)}, by what waits in the levels"
+        yield f"next due: within {duration_text(status.due_within_ms)} (computed from queue depths)"
     if not status.workers and not status.is_blocked:
         yield "no worker has answered"
     for worker, modules in sorted(status.workers.items()):
@@ -217,8 +214,8 @@ def _worker_lines(worker: str, modules: Json) -> Iterator[str]:
     yield worker if modules.keys() - {ARRIVALS} else f"{worker}: serves no module"
     for name, counts in modules.items():
         if name != PROBE:
-            told = (f"{round(value, 1):,} {key}" for key, value in counts.items())
-            yield f"  {name:16} {', '.join(told)}"
+            values = (f"{round(value, 1):,} {key}" for key, value in counts.items())
+            yield f"  {name:16} {', '.join(values)}"
         elif late := counts["late"].values():  # other workers send no probes
             yield (
                 f"  {name:16} {len(late):,} levels and routes, {min(late):+,.1f} to "

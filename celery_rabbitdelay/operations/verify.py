@@ -1,4 +1,4 @@
-"""``celery rabbitdelay verify``: what on a broker breaks the levels' promises.
+"""``celery rabbitdelay verify``: find faults on a broker that break the levels' promises.
 
 The file ``findings.toml`` is the table of all faults, with their texts.
 :mod:`~celery_rabbitdelay.operations.inventory` reads the broker, and
@@ -42,17 +42,17 @@ _TABLES: Final = tomllib.loads(
     files(__package__).joinpath("findings.toml").read_text(encoding="utf-8")
 )
 
-#: The severity, what was found, the consequence and the way out of each fault, by its code.
+#: The faults by code: severity, description, consequence and way out.
 FAULTS: Final = _TABLES["faults"]
 
 #: ``danger``: tasks are lost, early, late by minutes, run twice, or cannot be sent. ``warning``:
-#: they are as soon as something else happens, or something is slower than it could be. ``note``:
-#: good to know; nothing happens before somebody changes something.
+#: that happens if something else fails, or something is slower than necessary. ``note``: good to
+#: know; no harm until something changes.
 Severity: TypeAlias = Literal["danger", "warning", "note"]
 
 
 class Finding(NamedTuple):
-    """A fault with its code and with all that it concerns."""
+    """A fault, and all exchanges, queues, levels or nodes that have it."""
 
     severity: Severity
     code: str
@@ -63,18 +63,18 @@ class Finding(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """The result of ``verify``: the broker's version, and what was found, the worst first."""
+    """The result of ``verify``: the broker's version, and the findings, the worst first."""
 
     version: str
     findings: tuple[Finding, ...]
 
 
 def findings_of(rows: Iterable[checks.FoundRow], **common: object) -> tuple[Finding, ...]:
-    """Return one finding for all rows that differ in their subjects alone, the worst first.
+    """Merge rows that differ only in their subjects into findings, the worst first.
 
     Args:
         rows: The rows.
-        **common: Values for all of them: ``prefix``, ``vhost`` and ``user``, quoted for a shell.
+        **common: Values for all rows: ``prefix``, ``vhost`` and ``user``, quoted for a shell.
     """
     found: dict[Finding, dict[str, None]] = {}
     for code, subject, values in rows:
@@ -87,7 +87,7 @@ def findings_of(rows: Iterable[checks.FoundRow], **common: object) -> tuple[Find
 
 
 def lines_of(finding: Finding) -> Iterator[str]:
-    """Yield the lines that show a finding."""
+    """Yield the lines that print a finding."""
     yield f"{finding.severity}  {finding.code}: {shared.first_of(finding.subjects, 3)}"
     yield f"  {finding.what}"
     yield f"  consequence: {finding.consequence}"
@@ -95,7 +95,7 @@ def lines_of(finding: Finding) -> Iterator[str]:
 
 
 def blocked() -> Finding:
-    """Return the finding of a broker that blocks publishers, where nobody runs ``verify``."""
+    """Return the finding of a broker that blocks publishers, for callers other than ``verify``."""
     (finding,) = findings_of([("publishers-blocked", "RabbitMQ", {})])
     return finding
 
@@ -110,26 +110,26 @@ WORKERS_TIMEOUT: Final = 1.0
 def verify_application(
     delays: RabbitDelay, connection: Connection, management: str | None = None
 ) -> Verification:
-    """Look at the broker, the workers and the schedules of an application, and change nothing.
+    """Check the broker, the workers and the schedules of an application; change nothing.
 
     Args:
         delays: The application's delays.
         connection: The broker that tasks are sent to.
-        management: The URL of its management API; None: at the broker's host.
+        management: The URL of the management API; None: the API at the broker's host.
 
     Raises:
-        InvalidManagementURL: It is not such a URL.
+        InvalidManagementURL: The URL is invalid.
         ManagementUnavailable: The management API does not answer, or the user may not read all.
         OSError: The broker cannot be reached, or does not answer.
     """
     if management is None:
-        connect(connection)  # the host is the one of several that is reached
+        connect(connection)  # of several hosts, the one that is reached
     api = management_api(connection, management)
     rows: list[checks.FoundRow] = [row for each in additions_of(delays) for row in each.problems()]
     is_blocked = delays.is_blocked()
-    if not is_blocked:  # the workers are asked by messages
+    if not is_blocked:  # asking workers takes messages
         workers: Mapping[str, Json] = {}
-        # The user may lack the rights for remote control, or a queue for the answers be too many.
+        # The user may not be allowed to use remote control, or to declare one more queue.
         with suppress(ChannelError):
             workers = status_of_workers(delays.app, connection, WORKERS_TIMEOUT)
         rows += checks.check_probes(delays.settings, workers)
@@ -145,15 +145,15 @@ def verify_broker(
     is_blocked: bool = False,
     others: Iterable[checks.FoundRow] = (),
 ) -> Verification:
-    """Look at a broker, and change nothing.
+    """Check a broker; change nothing.
 
     Args:
         connection: A kombu connection to RabbitMQ.
         settings: The application's settings.
-        queues: The queues that its tasks are sent to, with their arguments.
+        queues: The application's task queues, with their arguments.
         management: The management API of that broker.
         is_blocked: Whether the broker blocks publishers.
-        others: What was found elsewhere, which is told with the rest.
+        others: Further faults for the same result.
 
     Raises:
         ManagementUnavailable: The management API does not answer, or the user may not read all.
@@ -162,7 +162,7 @@ def verify_broker(
     connect(connection)
     virtual_host = connection.virtual_host or "/"
     inventory, topology = read_inventory(management, virtual_host), settings.topology
-    # The others go with a connection or consumer.
+    # All others are deleted with their connection or consumer.
     lasting = [queue for queue in queues if not (queue.exclusive or queue.auto_delete)]
     names = checks.destinations_of(topology, lasting, inventory)
     known = {queue.name: queue for queue in lasting}
@@ -189,7 +189,7 @@ def verify_broker(
 
 
 def _waiting(connection: Connection, names: Sequence[str]) -> dict[str, object]:
-    """Return how many messages wait in each of some queues; a text if that is unknown."""
+    """Return the number of messages in queues; a text if it is unknown."""
     unknown = "an unknown number of"
     try:
         found = queue_counts(connection, map(Queue, names))
@@ -202,10 +202,10 @@ def _waiting(connection: Connection, names: Sequence[str]) -> dict[str, object]:
 @management_option
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too.")
 def verify(management: str | None, strict: bool) -> None:
-    """Find what on the broker loses tasks, or makes them early or late.
+    """Find faults on the broker that lose tasks, or make them early or late.
 
     Needs the management API, and a user with the tag "monitoring". Changes nothing. Exits with 1
-    if something is a danger.
+    if a fault is a danger.
     """
     delays = shared.delays()
     prefix = delays.settings.prefix
@@ -213,8 +213,8 @@ def verify(management: str | None, strict: bool) -> None:
         report = verify_application(delays, connection, management)
     number = Counter(finding.severity for finding in report.findings)
     counts = {severity: number[severity] for severity in get_args(Severity)}
-    told = [finding._asdict() for finding in report.findings]
-    found = {"version": report.version, "prefix": prefix, **counts, "findings": told}
+    as_dicts = [finding._asdict() for finding in report.findings]
+    found = {"version": report.version, "prefix": prefix, **counts, "findings": as_dicts}
     shared.answer(found, _report_lines(report, prefix, counts))
     if counts["danger"] or (strict and counts["warning"]):
         raise SystemExit(shared.FAILED)

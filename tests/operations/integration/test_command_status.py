@@ -56,7 +56,7 @@ def test_the_status_counts_each_level_and_digit_and_says_what_the_workers_do(
 
     assert f"  {'hours.x1':16} {3:10,} waiting" in told
     assert f"    {'hours.1':14} {2:10,}\n" in told
-    assert "next due: within 1:54:00, by what waits in the levels" in told
+    assert "next due: within 1:54:00 (computed from queue depths)" in told
     assert re.search(r"tasks .* received, 90,\d\d\d\.\d latest", told)
     assert found["digits"]["hours.x1"] == {"1": 2, "2": 1, "3": 0, "4": 0, "5": 0}
     assert found["levels"] == {"hours.x1": 3, "tenths.x1": 0}

@@ -317,7 +317,7 @@ def test_a_message_that_the_target_refuses_stays_in_its_queue(
     moved = make_mover(monkeypatch, source.looks, lambda _: source).move()
     assert sorted(source.acknowledged) == [0, 1, 2, 3, 4, 5, 6, 8]
     assert (moved.moved, moved.copies) == (8, 0)
-    assert moved.left == {"the target does not take it (MessageNacked)": 1}
+    assert moved.left == {"the target refuses it (MessageNacked)": 1}
 
 
 def test_a_lost_source_ends_the_move_and_what_is_not_acknowledged_may_exist_twice(

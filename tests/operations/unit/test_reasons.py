@@ -125,7 +125,7 @@ def test_in_every_layout_the_stop_behind_each_stop_is_missed(layout: Layout) -> 
 def test_a_message_of_another_layout_is_said_to_be_one() -> None:
     assert "no routing key was given" in examine({}, CLOCK).reason
     weeks = found("rabbitdelay.weeks.1", key="1.0.q")
-    assert examine(weeks, CLOCK).reason.startswith("it came out of rabbitdelay.weeks.1, and its")
+    assert examine(weeks, CLOCK).reason.startswith("it came from rabbitdelay.weeks.1, and its")
     for key in ("celery", "9.q", "0.0.0.0.0.7.0.0.0.q", "a.b.c.d.e.f.g.h.q"):
         assert f"{key!r} does not belong to this layout" in examine({}, CLOCK, key).reason
 
