@@ -1,4 +1,4 @@
-"""The registry while an application is recorded: in memory, by the rule of the real one."""
+"""An in-memory registry for recorded applications, which uses the real registry's rule."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from celery_rabbitdelay.registry.store import Store
 
 @dataclass
 class _Noted:
-    """What is noted about a task.
+    """The entry of a task.
 
     Attributes:
-        record: What the rule goes by.
-        sent: The registration of the attempt that waits; None if none does.
-        sent_ms: When that was sent, in milliseconds since 1970-01-01 UTC.
-        until_ms: Until when this is kept, likewise.
+        record: The record that the rule reads.
+        sent: The registration of the waiting attempt; None if no attempt waits.
+        sent_ms: When the attempt was sent, in milliseconds since 1970-01-01 UTC.
+        until_ms: When this entry expires, likewise.
     """
 
     record: rule.Record = rule.EMPTY
@@ -45,24 +45,26 @@ class _Noted:
 
     @property
     def key(self) -> str:
-        """The key of the attempt that waits."""
+        """The key of the waiting attempt."""
         return "" if self.sent is None else self.sent.key
 
     def note(self, record: rule.Record, until_ms: int) -> None:
-        """Take another record."""
+        """Replace the record."""
         self.record, self.until_ms = record, max(until_ms, self.until_ms)
         if record.waits is None:
             self.sent = None
 
 
 class RecordedRegistry(Registry):
-    """Decides in memory what scripts decide in Redis; what only Redis keeps raises NotRecorded.
+    """Decides in memory what scripts decide in Redis.
+
+    Functions that need Redis raise :class:`.NotRecorded`.
 
     Args:
         prefix: As for :class:`.Registry`.
-        keep_ms: As there.
-        margin_ms: As there.
-        postponed: Called with the id of each task that is postponed, and its new due time.
+        keep_ms: Likewise.
+        margin_ms: Likewise.
+        postponed: Called with the id and the new due time of a postponed task.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class RecordedRegistry(Registry):
         self._postponed = postponed
         self._lock = RLock()
         self._notes: dict[str, _Noted] = {}
-        #: The order and the id of the newest task under each key.
+        #: The order and the id of the newest task under a key.
         self._newest: dict[str, tuple[int, str]] = {}
 
     def _noted(self, task_id: str) -> _Noted:
@@ -92,7 +94,7 @@ class RecordedRegistry(Registry):
         return [*filter(self.listing, [*self._notes])]
 
     def listing(self, task_id: str) -> Registration | None:
-        """Return the registration of a task that is tracked, waits, and is not superseded."""
+        """Return a task's registration if it is tracked, waits, and is not superseded."""
         noted = self._noted(task_id)
         is_tracked = noted.sent is not None and noted.sent.name
         is_newest = noted.record.order >= self._order_under(noted.key)
@@ -118,7 +120,7 @@ class RecordedRegistry(Registry):
         return wall_clock.ms()
 
     def ask(self, tasks: Sequence[tuple[str, str]]) -> list[Ticket]:
-        """Return what the messages of tasks carry that are about to be sent."""
+        """Return tickets for the messages of tasks that are about to be sent."""
         tickets, orders = [], dict[str, int]()
         for task_id, key in tasks:
             if key:
@@ -129,7 +131,7 @@ class RecordedRegistry(Registry):
         return tickets
 
     def decide(self, arrivals: Sequence[Arrival], notes: bool = True) -> list[Decision]:
-        """Decide what becomes of tasks that have arrived."""
+        """Return decisions about tasks that have arrived."""
         with self._lock:
             words = self._said_of_jobs(arrivals)
             if notes:
@@ -146,7 +148,7 @@ class RecordedRegistry(Registry):
                 yield number, word
 
     def _claim(self, claim: Arrival | Registration) -> str:
-        """Return what a key says if a task is not the newest under it; empty if it is."""
+        """Return "superseded" or "replaced" if a task is not the newest under its key; else ""."""
         own, newest = (claim.ticket.order, claim.task_id), self._newest.get(claim.key, (0, ""))
         if own < newest:
             return "replaced" if newest[1] == claim.task_id else "superseded"
@@ -155,13 +157,13 @@ class RecordedRegistry(Registry):
 
     def _arrive(self, arrival: Arrival, word: str, notes: bool) -> str:
         noted = self._noted(arrival.task_id)
-        record, verdict = rule.arrive(noted.record, arrival, word)  # it comes in time
+        record, verdict = rule.arrive(noted.record, arrival, word)  # never too late
         if notes:
             noted.note(record, max(arrival.due_ms, wall_clock.ms()) + self.keep_ms)
         return verdict
 
     def register(self, registrations: Sequence[Registration]) -> list[str]:
-        """Note messages that were sent; those with a key supersede older ones."""
+        """Note messages that were sent; a message with a key supersedes older ones."""
         with self._lock:
             return [self._register(each) for each in registrations]
 
@@ -177,7 +179,7 @@ class RecordedRegistry(Registry):
         return "superseded" if is_superseded else state
 
     def cancel_each(self, task_ids: Sequence[str], also_future: bool = True) -> list[Outcome | str]:
-        """Cancel tasks; return for each its outcome."""
+        """Cancel tasks; return their outcomes."""
         with self._lock:
             found = {each: self._cancel(each, also_future) for each in dict.fromkeys(task_ids)}
         return [found[task_id] for task_id in task_ids]
@@ -191,12 +193,12 @@ class RecordedRegistry(Registry):
         return Outcome(found)
 
     def newest_under(self, key: str) -> tuple[str, str]:
-        """Return the order and the id of the newest task that was sent under a key; or empty."""
+        """Return the order and the id of the newest task under a key; empty without one."""
         order, task_id = self._newest.get(key, ("", ""))
         return str(order), task_id
 
     def postpone(self, task_id: str, due_ms: int, also_future: bool = True) -> Outcome | Earlier:
-        """Let a task run at another time."""
+        """Give a task another due time."""
         with self._lock:
             noted, listing = self._noted(task_id), self.listing(task_id)
             newest = self._order_under(noted.key)
@@ -211,12 +213,12 @@ class RecordedRegistry(Registry):
 
 
 def _refuse() -> NoReturn:
-    raise NotRecorded("what only Redis keeps, such as schedules and shared rates")
+    raise NotRecorded("a feature that needs Redis, such as schedules or shared rates")
 
 
 @dataclass(frozen=True)
 class _Index(Index):
-    """Reads what is noted.
+    """Reads the entries of tasks.
 
     Attributes:
         registry: The registry.
@@ -227,7 +229,7 @@ class _Index(Index):
     def parts(
         self, wanted: Filter, after: tuple[int, str] | None = None, most: int | None = None
     ) -> Iterator[Part]:
-        """Yield all tasks in the order in which they are due, as one part."""
+        """Yield all tasks in one part, sorted by due time."""
         earliest, listed = instant_of(self.least_ms()), self.tasks(self.registry.listed())
         found = [each for each in listed if each.due >= earliest and wanted.matches(each)]
         found.sort(key=lambda each: (each.due, each.task_id))
@@ -238,7 +240,7 @@ class _Index(Index):
         return sum(1 for _ in self.pending(wanted))
 
     def messages(self, task_ids: Sequence[str]) -> list[str | None]:
-        """Return what it takes to send tasks anew."""
+        """Return the messages that send tasks anew."""
         listings = map(self.registry.listing, task_ids)
         return [None if each is None else each.message for each in listings]
 
@@ -254,9 +256,9 @@ class _Job:
 
     Attributes:
         job_id: Its id.
-        expires_ms: When it turns aborted unless it is committed, in milliseconds since 1970.
-        free_ms: Until when no other job can have its name, likewise.
-        ended: Its state after a commit or an abort; empty before.
+        expires_ms: When it is aborted unless committed, in milliseconds since 1970.
+        free_ms: When another job may take its name, likewise.
+        ended: "committed" or "aborted"; empty before.
     """
 
     job_id: str
@@ -271,7 +273,7 @@ class _Job:
 
 
 class _Jobs(Jobs):
-    """The jobs of each name, the latest one last."""
+    """Jobs by name, the latest job last."""
 
     @cached_property
     def _known(self) -> dict[str, list[_Job]]:
@@ -281,7 +283,7 @@ class _Jobs(Jobs):
         return [self._say(self._known[job], verb, own, at) for job, verb, own, at in calls]
 
     def _say(self, known: list[_Job], verb: str, job_id: str, instant: int) -> Sequence[str]:
-        """Return what ``job.lua`` says."""
+        """Return the answer of ``job.lua``."""
         now_ms = wall_clock.ms()
         found = [each for each in known if verb != "look" or job_id in ("", each.job_id)]
         job = found[-1] if found else None
@@ -299,7 +301,7 @@ class _Jobs(Jobs):
 
 
 class _Pauses(Pauses):
-    """What is paused, and since when."""
+    """The pauses, and when they began."""
 
     @cached_property
     def _since(self) -> dict[str, str]:

@@ -1,19 +1,19 @@
-"""Time travel: a test of what happens in three days takes a second.
+"""Time travel: a test of the next three days takes a second.
 
-Tasks wait on a real broker, and a real worker runs them; only the waiting is left out::
+Tasks wait on a real broker, and a real worker runs them; only the waiting is skipped::
 
     def test_a_reminder_comes_after_three_days(rabbitdelay_app, rabbitdelay_worker, travel):
         remind.apply_async((order,), delay=timedelta(days=3))
         travel(days=3)
         assert order.reminded
 
-The package's own clock stands at each instant at which something falls due, in the test and in its
-worker, until all that is due has run: so what a task sends on the way falls due on the way. All
-other code sees the real time; see :attr:`Travel.code_sees_it`.
+The package's own clock, in the test and in its worker, stops at every due time until all due tasks
+have run. Therefore tasks that a task sends on the way fall due on the way, too. All other code sees
+the real time; see :attr:`Travel.code_sees_it`.
 
-A test cannot turn the clock of a broker. So for the time of a travel it takes all that waits, and
-all that is sent meanwhile, out of the levels' queues, and publishes it again: what is due, without
-a delay, and the rest at the end, with what is left of its delay.
+A test cannot change the clock of a broker. During a travel, it therefore consumes all waiting
+messages, and all that are sent meanwhile, from the levels' queues. It publishes due messages
+without a delay, and all others at the end, with the rest of their delays.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.testing.worker import ANSWERS, LOOK, NUMBER, WORKER, SharedClock, shown
 
-#: Seconds that what runs on the way may take together, at one instant.
+#: Seconds for all tasks that run at one instant of a travel.
 TIMEOUT: Final = 60.0
 
 #: Seconds in which the broker has to answer.
 ANSWER_TIMEOUT: Final = 30.0
 
-#: The ``type`` of the messages by which a test knows that it has received all that came before.
+#: The ``type`` of marker messages: a test that receives one has received all earlier messages.
 MARK: Final = "rabbitdelay-mark"
 
 #: The tag of the consumer of the queue of copies.
@@ -73,8 +73,7 @@ TAP: Final = "rabbitdelay-copies"
 #: Seconds without an answer before checking that the worker is still running.
 LOOK_AFTER_WORKER: Final = 1.0
 
-#: Shortens the lives of all keys whose names match a pattern by some milliseconds: Redis goes by
-#: its own clock.
+#: Shortens the TTLs of all keys that match a pattern by some milliseconds: Redis has its own clock.
 AGE: Final = """
 for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
   local left_ms = redis.call('PTTL', key)
@@ -84,12 +83,12 @@ for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
 end
 """
 
-#: Deletes them.
+#: Deletes all keys that match a pattern.
 FORGET: Final = "for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', key) end"
 
 
 class DidNotSettle(AssertionError):
-    """Tasks that fell due at one instant of a travel have not ended in time."""
+    """Tasks that fell due at one instant of a travel did not end in time."""
 
 
 class Travel:
@@ -98,8 +97,8 @@ class Travel:
     Args:
         app: The application, whose levels are on a broker for tests.
         folder: The folder that the test shares with its worker.
-        timeout: Seconds that what runs on the way may take at one instant.
-        why_ended: Returns why no worker answers any more, None while it runs.
+        timeout: Seconds for all tasks that run at one instant.
+        why_ended: Returns why the worker has ended; None while it runs.
 
     Attributes:
         clock: The clock of the test and its worker.
@@ -117,18 +116,18 @@ class Travel:
         self._folder = folder
         self._timeout = timeout
         self._why_ended = why_ended
-        self._hand: Hand | None = None
+        self._held: HeldMessages | None = None
         self._connection: Connection
-        # Not those of a test before, whose answers may come late.
+        # Answers to an earlier test may come late; its numbers are smaller.
         self._looks = time.monotonic_ns()
         self._shown = ExitStack()
-        #: By how much the clock has gone ahead of the machine's since that was started.
+        #: Milliseconds by which the clock is ahead of the machine's uptime.
         self._ahead_ms = self._ahead_of_machine()
-        #: The pauses that the travel found when it looked last.
+        #: The pauses that were in force at the last look.
         self._paused: set[str] = set()
-        #: How many messages distribution is to have received.
-        self._handed = 0
-        #: How many it has received.
+        #: How many messages distribution should have received.
+        self._expected = 0
+        #: How many messages distribution has received.
         self._served = 0
         self._answers = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._answers.bind(("127.0.0.1", 0))
@@ -144,15 +143,15 @@ class Travel:
 
     @property
     def now(self) -> datetime:
-        """The time that it is for the levels, in UTC."""
+        """The time for the levels, in UTC."""
         return wall_clock.now()
 
     @property
     def code_sees_it(self) -> bool:
-        """Whether ``datetime.now()`` in the test and in its tasks gives this time, too.
+        """Whether ``datetime.now()`` in the test and in its tasks returns this time, too.
 
-        Set it to True to have that, which takes the package ``time-machine``; it is False at the
-        beginning. With it, an ``eta`` that code computes agrees with the levels.
+        False by default. True takes the package ``time-machine``; then an ``eta`` that code
+        computes agrees with the levels.
 
         Raises:
             ModuleNotFoundError: The package is not installed.
@@ -165,51 +164,51 @@ class Travel:
         self._show()
 
     def __call__(self, *, to: datetime | None = None, wait: bool = True, **length: float) -> None:
-        """Travel ahead; all that falls due on the way has run when this returns.
+        """Travel ahead, and run all tasks that fall due on the way.
 
-        In the order of due: what is due later begins when all that was due before has ended,
-        together with what it has sent without a delay.
+        Tasks run in the order of their due times. A task begins when all tasks that were due before
+        have ended, including the tasks that they sent without a delay.
 
         Args:
-            to: The instant to travel to, an aware datetime; None: from now on.
-            wait: Whether to wait for what runs. False: all that is due by then is delivered at
-                once.
+            to: The instant to travel to, an aware datetime; None: now, plus ``length``.
+            wait: Whether to wait for the tasks. False: all tasks that are due by then are delivered
+                at once.
             **length: How far to travel: ``weeks``, ``days``, ``hours``, ``minutes``, ``seconds``,
                 as for :class:`~datetime.timedelta`.
 
         Raises:
-            ValueError: The target has passed.
-            DidNotSettle: What runs on the way does not end.
+            ValueError: The target is in the past.
+            DidNotSettle: Tasks on the way did not end in time.
         """
         now_ms = wall_clock.ms()
         length_ms = timedelta(**length) // timedelta(milliseconds=1)
         until_ms = (now_ms if to is None else milliseconds_of(to)) + length_ms
         if until_ms < now_ms:
             raise ValueError(
-                f"travel goes ahead only, not from {self.now} to {instant_of(until_ms)}"
+                f"travel only goes ahead, not from {self.now} to {instant_of(until_ms)}"
             )
-        with self._in_hand() as hand:
+        with self._holding() as held:
             if wait:
-                self._go(hand, until_ms)
+                self._go(held, until_ms)
             self._arrive(until_ms)
             if wait:
-                self._go(hand, until_ms)
+                self._go(held, until_ms)
 
     def until(self, condition: Callable[[], object], within: Delay = timedelta(days=3660)) -> None:
         """Travel to the first instant at which a condition is true, from one due time to the next.
 
         Args:
-            condition: Is asked when all that was due has run; such as :meth:`nothing_waits`.
+            condition: Called when all due tasks have run; for example :meth:`nothing_waits`.
             within: How far to travel at most: seconds, or a timedelta.
 
         Raises:
             TimeoutError: The condition is not true by then, or nothing waits any more.
-            DidNotSettle: What runs on the way does not end.
+            DidNotSettle: Tasks on the way did not end in time.
         """
         within_ms = milliseconds(within)
         latest_ms = wall_clock.ms() + within_ms
-        with self._in_hand() as hand:
-            is_true, left = self._go(hand, latest_ms, condition), len(hand.held)
+        with self._holding() as held:
+            is_true, left = self._go(held, latest_ms, condition), len(held.messages)
         if not is_true:
             what = f"{left} messages wait beyond that" if left else "nothing waits"
             how_far = f"within {duration_text(within_ms)}: {what} at {self.now}"
@@ -217,67 +216,67 @@ class Travel:
 
     def nothing_waits(self) -> bool:
         """Return whether nothing waits in the levels."""
-        if self._hand is not None:
-            return not self._hand.held
-        with self._in_hand() as hand:
-            return not hand.held
+        if self._held is not None:
+            return not self._held.messages
+        with self._holding() as held:
+            return not held.messages
 
     def rest(self) -> None:
-        """Wait until the worker has finished what it has begun.
+        """Wait until the worker has finished its tasks.
 
         Raises:
-            DidNotSettle: It does not finish.
+            DidNotSettle: The worker did not finish in time.
         """
         with self._app.connection_for_write() as self._connection:
             self._look(time.monotonic() + self._timeout)
 
     @contextmanager
-    def _in_hand(self) -> Iterator[Hand]:
-        """Take all that waits into the hand; at the end, put it back."""
+    def _holding(self) -> Iterator[HeldMessages]:
+        """Hold all waiting messages in a block; put them back at its end."""
         self.clock.stand_at(self.clock.ns())
         settings = self._app.rabbitdelay.settings
         try:
             with self._app.connection_for_write() as like:
                 self._app.rabbitdelay.declare(like)
-                hand = self._hand = Hand(like, settings.topology, settings.signing_keys)
+                held = self._held = HeldMessages(like, settings.topology, settings.signing_keys)
                 self._connection = like
                 try:
-                    yield hand
-                    hand.catch_up()
-                    hand.put_back()
+                    yield held
+                    held.catch_up()
+                    held.put_back()
                 finally:
-                    self._hand = None
-                    hand.close()
+                    self._held = None
+                    held.close()
         finally:
             self.clock.go_on()
             self._show()
 
     def _go(
-        self, hand: Hand, until_ms: int, condition: Callable[[], object] = lambda: False
+        self, held: HeldMessages, until_ms: int, condition: Callable[[], object] = lambda: False
     ) -> bool:
-        """Go from one due time to the next; return whether the condition is true there.
+        """Go from one due time to the next until a condition is true; return whether it is.
 
-        First, what is held asks again: its job may have been committed, or be over.
+        Held tasks arrive again first: their job may have been committed, or be over.
         """
-        self._handed = 0
-        self._settle(hand)
-        self._handed = self._served
-        hand.wake()
+        self._expected = 0
+        self._settle(held)
+        self._expected = self._served
+        held.wake()
         while True:
             if self._is_resumed():
-                hand.wake()
+                held.wake()
             if condition():
                 return True
-            if not hand.held or hand.held[0].due_ms > until_ms:
+            if not held.messages or held.messages[0].due_ms > until_ms:
                 return False
-            self._arrive(max(hand.held[0].due_ms, wall_clock.ms()))
-            keys = hand.release(wall_clock.ms())
+            self._arrive(max(held.messages[0].due_ms, wall_clock.ms()))
+            keys = held.release(wall_clock.ms())
             distribution = encode_destination(DISTRIBUTION)
-            self._handed += sum(key.rpartition(".")[2] == distribution for key in keys)
-            self._settle(hand)
+            self._expected += sum(key.rpartition(".")[2] == distribution for key in keys)
+            self._settle(held)
 
     def _is_resumed(self) -> bool:
-        """Return whether something is not paused any more that was when this was asked last."""
+        """Return whether a pause has ended since the last call."""
         if not self._app.rabbitdelay.has_registry:
             return False
         before = self._paused
@@ -295,26 +294,26 @@ class Travel:
         return (self.clock.ns() - time.monotonic_ns()) // NS_PER_MS
 
     def _show(self) -> None:
-        """Let the code in this process see the time, if it is to."""
+        """Let the code in this process see the time if ``code_sees_it`` is set."""
         self._shown.close()
         if self.clock.is_shown:
             self._shown.enter_context(shown(self.now))
 
-    def _settle(self, hand: Hand) -> None:
-        """Wait until all that was due has ended, and what it has sent is in the hand.
+    def _settle(self, held: HeldMessages) -> None:
+        """Wait until all due tasks have ended and the messages that they sent are held.
 
-        The worker's queues are first in, first out: when it answers a second look, and has taken
-        nothing since the first, nothing was on its way to it either.
+        The worker's queues are first in, first out: if the worker has taken nothing between two
+        looks, no message was on its way to it.
         """
         deadline = time.monotonic() + self._timeout
         while True:
             first = self._look(deadline)
-            hand.catch_up()
+            held.catch_up()
             if first is None:
                 return
-            is_served = self._served >= self._handed and not self._wait_for_modules()
+            is_served = self._served >= self._expected and not self._wait_for_modules()
             if is_served and self._look(deadline) == first:
-                hand.catch_up()
+                held.catch_up()
                 return
             if time.monotonic() > deadline:
                 raise DidNotSettle(f"the modules have not finished at {self.now}")
@@ -328,12 +327,12 @@ class Travel:
         return any(found is not None and found.messages for found in counts.values())
 
     def _look(self, deadline: float) -> object:
-        """Send a look through each of the worker's queues; return what it has done when at rest.
+        """Send a look through every queue of the worker; return its counts once it is at rest.
 
         None if there is no worker.
 
         Raises:
-            DidNotSettle: It does not come to rest.
+            DidNotSettle: The worker does not come to rest.
         """
         try:
             queues = json.loads((self._folder / WORKER).read_text())
@@ -369,18 +368,18 @@ class Travel:
 
 
 def on_all_keys(app: Celery, script: str, *arguments: int) -> None:
-    """Run a script about all keys of an application's registry."""
+    """Run a script on all keys of an application's registry."""
     registry = app.rabbitdelay.registry
     given = f"{registry.names.prefix}:*", *arguments
     registry.store.commands(lambda pipe: pipe.eval(script, 0, *given))
 
 
-class Held(NamedTuple):
-    """A message in the hand; they are in the order in which they fall due.
+class HeldMessage(NamedTuple):
+    """A held message; sorts by the time at which it leaves the levels.
 
     Attributes:
         due_ms: When it leaves the levels, in milliseconds since 1970-01-01 UTC.
-        tag: Its delivery tag, which grows from one that was taken to the next.
+        tag: Its delivery tag, which grows with every message.
         message: The message.
     """
 
@@ -389,30 +388,30 @@ class Held(NamedTuple):
     message: amqp.Message
 
 
-class Hand:
-    """Holds all that waits in the levels, unacknowledged, until it is published again.
+class HeldMessages:
+    """Holds all messages of the levels, unacknowledged, until they are published again.
 
-    If the process dies, the broker requeues them. Those that are published and not acknowledged yet
-    then exist twice.
+    If the process dies, the broker requeues them. Messages that were published and not acknowledged
+    yet then exist twice.
 
     Args:
         like: A connection to the broker; other ones like it are opened.
         topology: The levels.
-        signing_keys: The keys that sign messages; None if they are not signed.
+        signing_keys: The keys that sign messages; None: messages are not signed.
 
     Attributes:
-        held: The messages, a heap.
+        messages: The messages, a heap.
     """
 
     def __init__(
         self, like: Connection, topology: Topology, signing_keys: SigningKeys | None
     ) -> None:
-        self.held: list[Held] = []
+        self.messages: list[HeldMessage] = []
         self._topology = topology
         self._convert = Migration(topology, topology, lambda name: None, signing_keys).convert
         self._publisher = Publisher(like.clone(heartbeat=0))
         self._source = Source(like, ANSWER_TIMEOUT)
-        #: How often messages were published and have not come from their queues.
+        #: Messages that were published and have not arrived from their queues yet.
         self._on_their_way: Counter[object] = Counter()
         self._marks: set[str] = set()
         self._tap = ""
@@ -423,7 +422,7 @@ class Hand:
             raise
 
     def _take_all(self) -> None:
-        """Look at what is published, consume all queues, and wait until all that waited is here."""
+        """Copy publications, consume all queues, and wait until all waiting messages are here."""
         topology, modules = self._topology, self._topology.module_queues
         others = (modules.meditation, modules.paused)
         queues = [queue.name for queue in (*topology.digit_queues, *others)]
@@ -438,46 +437,46 @@ class Hand:
         self._source.consume(queues, 0)
         self._wait_for_marks([self._tap, *waiting])
         if sent_meanwhile := +self._on_their_way:
-            # Each comes before a mark that is behind it in its queue. If it does not, its delay was
-            # over before its queue was consumed, and it never comes.
+            # A message arrives before the mark behind it in its queue. Otherwise its delay was over
+            # before its queue was consumed, and it never arrives.
             self._wait_for_marks(queues)
             self._on_their_way.subtract(sent_meanwhile & self._on_their_way)
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Take all that was sent, and confirmed, until now."""
+        """Take all messages that were confirmed until now."""
         self._wait_for_marks([self._tap])
         while +self._on_their_way:
             self._read(f"{self._on_their_way.total()} messages from the levels' queues")
 
     def release(self, until_ms: int) -> list[str]:
-        """Publish what is due until an instant, as if it left the levels; return the routing keys.
+        """Publish messages that are due by an instant to delivery; return their routing keys.
 
         Args:
             until_ms: The instant, in milliseconds since 1970-01-01 UTC.
         """
         due = []
-        while self.held and self.held[0].due_ms <= until_ms:
-            due.append(heapq.heappop(self.held))
+        while self.messages and self.messages[0].due_ms <= until_ms:
+            due.append(heapq.heappop(self.messages))
         return self._publish(due)
 
     def wake(self) -> None:
-        """Let all due messages that were put back leave now: they may not be held any more."""
+        """Let due messages that were put back leave now: their tasks may not be held any more."""
         now_ms = wall_clock.ms()
-        for number, each in enumerate(self.held):
+        for number, each in enumerate(self.messages):
             headers, _ = parse(headers_of(each.message))
             if headers.early.until_ms and (headers.due_ms or 0) <= now_ms:
-                self.held[number] = each._replace(due_ms=now_ms)
-        heapq.heapify(self.held)
+                self.messages[number] = each._replace(due_ms=now_ms)
+        heapq.heapify(self.messages)
 
     def put_back(self) -> None:
-        """Put all into the levels, for what is left of its delay."""
+        """Put all messages into the levels, for the rest of their delays."""
         self._stop()
-        held, self.held = sorted(self.held), []
-        self._publish(held)
+        messages, self.messages = sorted(self.messages), []
+        self._publish(messages)
 
     def close(self) -> None:
-        """Close the connections; what was not published is in its queue again."""
+        """Close the connections; the broker requeues unpublished messages."""
         lost: Any = (OSError, *self._source.errors)
         self._publisher.close()
         try:
@@ -488,10 +487,10 @@ class Hand:
             self._source.close()
 
     def _stop(self) -> None:
-        """Take nothing more, and look at nothing more.
+        """Cancel the consumers, and delete the queue of copies.
 
-        If the queue of copies went with its connection, the broker would refuse what is published
-        meanwhile, although the levels have it (nack), and its sender would send it again.
+        If the queue of copies were deleted with its connection, the broker would nack messages that
+        are published meanwhile, although the levels have them, and they would be sent again.
         """
         self._source.cancel()
         if self._tap:
@@ -499,17 +498,17 @@ class Hand:
             self._source.channel.queue_delete(self._tap)
             self._tap = ""
 
-    def _publish(self, held: Sequence[Held]) -> list[str]:
+    def _publish(self, messages: Sequence[HeldMessage]) -> list[str]:
         keys: list[str] = []
 
         def publications() -> Iterator[Publication]:
-            for each in held:
+            for each in messages:
                 info: Any = each.message.delivery_info
                 try:
                     outgoing = self._convert(each.message, info["queue"], each.due_ms)
                     content = encoded(outgoing, self._source.frame_max)
                 except (Stay, UnprocessableMessage):
-                    continue  # it goes back into its queue at the end
+                    continue  # it is requeued at the end
                 keys.append(outgoing.routing_key)
                 address = outgoing.reroute or repeat(outgoing.address).__next__
                 yield Publication(content, address, each.message)
@@ -519,13 +518,13 @@ class Hand:
                 raise publication.error
             self._source.to_acknowledge.append(publication.context.delivery_tag)
 
-        if held:
+        if messages:
             self._publisher.publish_all(publications(), done=done)
             self._source.acknowledge()
         return keys
 
     def _wait_for_marks(self, queues: Sequence[str]) -> None:
-        """Wait until all that stands in queues at the moment has come from them."""
+        """Wait until all messages that are in queues at the moment have arrived."""
         for queue in queues:
             mark = uuid4().hex
             self._marks.add(mark)
@@ -535,10 +534,10 @@ class Hand:
             self._read("marks")
 
     def _read(self, what: str) -> None:
-        """Read what the broker sends, and take it into the hand.
+        """Read and take what the broker sends.
 
         Raises:
-            TimeoutError: It sends nothing.
+            TimeoutError: The broker sends nothing.
         """
         try:
             if not self._source.received:
@@ -549,7 +548,7 @@ class Hand:
             self._take(self._source.received.popleft())
 
     def _seen(self, message: amqp.Message) -> None:
-        """Note what is published into the levels, by a copy of it."""
+        """Note a message that is published into the levels, by its copy."""
         if message.properties.get("type") == MARK:
             self._marks.discard(message.properties["message_id"])
         elif "x-death" not in headers_of(message):  # it does not come from a level
@@ -564,12 +563,12 @@ class Hand:
         if kind in (MARK, PROBE_TYPE):  # a probe measures the real time
             self._source.to_acknowledge.append(tag)
         else:
-            heapq.heappush(self.held, Held(self._leaves_at(message), tag, message))
+            heapq.heappush(self.messages, HeldMessage(self._leaves_at(message), tag, message))
 
     def _leaves_at(self, message: amqp.Message) -> int:
         """Return when a message leaves the levels, in milliseconds since 1970-01-01 UTC.
 
-        That is when it is due, or the end of a pause after that, before it is tried again.
+        That is its due time, or the end of the pause before its next attempt.
         """
         headers, _ = parse(headers_of(message))
         now_ms, due_ms = wall_clock.ms(), headers.early.until_ms or headers.due_ms or 0
