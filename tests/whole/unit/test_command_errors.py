@@ -15,7 +15,7 @@ REGISTRY = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
     ("command", "settings", "says"),
     [
         ("status", {"rabbitdelay_tick": "soon"}, "rabbitdelay_tick"),
-        ("verify --management amqp://guest:secret@host", {}, "a URL such as http://host:15672"),
+        ("verify --management amqp://guest:secret@host", {}, "give one such as http://host:15672"),
         ("delete", {}, "give --yes"),
         ("migrate --from-layout [[", {}, "is not JSON"),
         ("migrate --from-layout hexadecimal", {}, "rabbitdelay_layout"),
