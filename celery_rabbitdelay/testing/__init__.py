@@ -35,7 +35,7 @@ __all__ = [
     "wait_for",
 ]
 
-#: They are imported on first use: a test run that needs none of them does not wait for Celery.
+#: Names are imported on first use: a test run that does not use them does not wait for Celery.
 _ROOMS: Final = {
     **dict.fromkeys(("DidNotSettle", "Travel"), "travel"),
     **dict.fromkeys(("Recording", "recorded"), "recording"),

@@ -1,7 +1,7 @@
-"""Fixtures of pytest: an application on servers for tests, its worker, and time travel.
+"""Pytest fixtures: an application on servers for tests, its worker, and time travel.
 
-Nothing is started, and Celery is not imported, unless a test uses one of them. Options on the
-command line, or the same names in pytest's configuration with underscores:
+Nothing is started, and Celery is not imported, unless a test uses a fixture. The options are for
+the command line; in pytest's configuration, their names have underscores:
 
 ======================================= ========================================================
 ``--rabbitdelay-app=shop.tasks:app``    the application
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from celery_rabbitdelay.testing.session import Session, Worker
     from celery_rabbitdelay.testing.travel import Travel
 
-#: A line for ``rabbitmq.conf``: a travel holds the waiting messages unacknowledged, and RabbitMQ
-#: closes a channel that holds one for 30 minutes of real time; this makes it a day.
+#: A line for ``rabbitmq.conf``: a travel holds messages unacknowledged, and RabbitMQ closes the
+#: channel after 30 minutes of real time by default. This makes it a day.
 LONG_TRAVELS: Final = "consumer_timeout = 86400000"
 
 _OPTIONS: Final = {
@@ -44,7 +44,7 @@ _OPTIONS: Final = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options, to the command line and to the configuration."""
+    """Add the options to the command line and to the configuration."""
     group = parser.getgroup("rabbitdelay", "delayed Celery tasks")
     for name, text in _OPTIONS.items():
         group.addoption(f"--rabbitdelay-{name}", help=text)
@@ -81,7 +81,7 @@ def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServe
     else:
         with RabbitMQServer(settings=[LONG_TRAVELS]) as server:
             yield server
-            server.kill()  # nobody needs its data, and to stop in order takes it seconds
+            server.kill()  # its data is not needed, and a regular stop takes seconds
 
 
 @pytest.fixture(scope="session")
@@ -99,13 +99,13 @@ def rabbitdelay_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer | 
 
 @pytest.fixture(scope="session")
 def rabbitdelay_celery_app(request: pytest.FixtureRequest) -> object:
-    """Return the application: that of the option ``rabbitdelay_app``; or override this fixture."""
+    """Return the application that the option ``rabbitdelay_app`` names; can be overridden."""
     from celery.utils.imports import symbol_by_name
 
     name = _option(request.config, "app")
     if not name:
         raise pytest.UsageError(
-            "which application do the tests use? Set rabbitdelay_app = shop.tasks:app in pytest's "
+            "no application for the tests: set rabbitdelay_app = shop.tasks:app in pytest's "
             "configuration, or override the fixture rabbitdelay_celery_app"
         )
     return symbol_by_name(name)
@@ -140,7 +140,7 @@ def _rabbitdelay_session(
 
         session = Session(rabbitdelay_celery_app, rabbitdelay_broker.url, redis)
         sessions.append(session)
-        # Before its servers are stopped, which have been started before.
+        # Finalizers run in reverse order: this one runs before the servers stop.
         request.session.addfinalizer(session.close)
     return sessions[0]
 
@@ -162,9 +162,8 @@ def rabbitdelay_worker(
 ) -> Worker | None:
     """Return a worker of the application; it has ``log``, ``kill()`` and ``start()``.
 
-    It is a process that all tests of the application share, until one of another application comes,
-    and it is started again if a test has killed it. With
-    ``rabbitdelay_worker = thread`` it runs in this process, and this fixture is None.
+    All tests of an application share one process, which is started again if a test has killed it.
+    With ``rabbitdelay_worker = thread``, the worker runs in this process, and the fixture is None.
     """
     if _option(request.config, "worker") == "thread":
         _rabbitdelay_session.worker_in_thread()
@@ -175,7 +174,7 @@ def rabbitdelay_worker(
 
 @pytest.fixture
 def travel(rabbitdelay_app: Celery, _rabbitdelay_session: Session) -> Iterator[Travel]:
-    """Time travel: ``travel(days=3)`` runs all that falls due in three days, in a moment.
+    """Time travel: ``travel(days=3)`` runs all tasks that fall due within three days, at once.
 
     See :class:`celery_rabbitdelay.testing.Travel`.
     """

@@ -55,29 +55,30 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
             sent.one(remind, args=[order.id], delay=timedelta(days=3))
             sent.run_due(within=timedelta(days=3))
 
-    This is a fake, for fast unit tests: no broker and no Redis is contacted, nothing waits, and no
-    worker runs. Sends are checked, routed and serialized as real ones are, so a wrong delay or an
-    unknown queue raises the same error. What RabbitMQ, Redis and workers would do with them is not
-    tested: use :class:`.Travel` for that.
+    This is a fake, for fast unit tests: it contacts no broker and no Redis, nothing waits, and no
+    worker runs. Sends are checked, routed and serialized as usual, so a wrong delay or an unknown
+    queue raises the same error. The behaviour of RabbitMQ, Redis and workers is not tested: use
+    :class:`.Travel` for that.
 
-    - Everything counts that this application sends with Celery's API or that of
-      ``app.rabbitdelay``, in any thread. With ``task_always_eager``, ``apply_async`` runs the task,
-      and nothing is recorded.
-    - If there is a result backend, results are kept in memory, and lost at the end.
-    - If ``rabbitdelay_registry_url`` is set, the registry is kept in memory, likewise. Schedules,
-      and what asks the broker, raise :class:`.NotRecorded`.
+    - All sends of this application are recorded, with Celery's API or ``app.rabbitdelay``, in any
+      thread. With ``task_always_eager``, ``apply_async`` runs the task, and nothing is recorded.
+    - Results are kept in memory if there is a result backend, and lost at the end.
+    - The registry is kept in memory if ``rabbitdelay_registry_url`` is set. Schedules, and calls
+      that ask the broker, raise :class:`.NotRecorded`.
     - Commands to workers (``app.control``) get no answer; ``revoke`` cancels recorded tasks.
       Events that a task sends itself, and result backends of single tasks, are not replaced.
-    - In a block within a block, the inner one records.
+    - In nested blocks, the innermost one records.
 
     Args:
         app: The application, a :class:`celery_rabbitdelay.Celery` or an installed one.
 
     Raises:
-        TypeError: The application is another one.
+        TypeError: The application is neither.
     """
     if not isinstance(app, Celery):
-        raise TypeError(f"takes a celery_rabbitdelay.Celery, or an installed application: {app!r}")
+        raise TypeError(
+            f"expected a celery_rabbitdelay.Celery or an installed application: {app!r}"
+        )
     recording = Recording(app)
     with ExitStack() as stack:
         stack.enter_context(
@@ -96,13 +97,13 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
 
 
 class Recording:
-    """What was sent in a block of :func:`recorded`.
+    """The tasks that were sent in a block of :func:`recorded`.
 
     Args:
         app: The application.
 
     Attributes:
-        recorded: The tasks in the order of their sends.
+        recorded: The tasks, in the order in which they were sent.
         fake_broker: Takes the application's messages.
         lock: Held while the record changes.
         clock: The package's clock in the block, which :meth:`run_due` sets ahead.
@@ -113,30 +114,31 @@ class Recording:
         self.lock = threading.RLock()
         self._app = app
         self.clock = Clock(wall_clock.ns)
-        # It is only asked what it is, and never opened.
+        # Read for its settings, and never opened.
         connection = app.connection_for_write()
         publisher = RecordingPublisher(connection, self._record)
         producer = RecordingProducer(connection, self._record)
         self.fake_broker = FakeBroker(publisher, producer, self._broadcast)
 
     def open_registry(self, delays: Delays) -> RecordedRegistry:
-        """Return what stands in for the registry."""
+        """Return the registry of the block, in memory."""
         return RecordedRegistry(*how_kept(delays), postponed=self._postponed)
 
     def one(self, task: celery.Task[Any, Any] | str | None = None, **fields: Any) -> Sent:
-        """Return the one send that has these fields.
+        """Return the only send with these fields.
 
         Args:
             task: The task, or its name; None for any.
             **fields: Fields of :class:`Sent`. ``delay`` and ``tolerance`` are seconds or timedeltas
-                and have to be exact to the millisecond; only if the task was sent with an ``eta``,
-                ``delay`` may have become up to 5 s shorter since then. ``due`` and ``expires`` are
-                aware datetimes, and may be 5 s off; ``expires`` may also be a length of time from
-                the send on. Of ``headers``, only the given ones are compared. A list is equal to
-                a tuple.
+                and have to be exact to the millisecond; for a task that was sent with an ``eta``,
+                the actual ``delay`` may be up to 5 s shorter. ``due`` and ``expires`` are aware
+                datetimes, and may be 5 s off; ``expires`` may also be a length of time after the
+                send. Of ``headers``, only the given ones are compared. A list is equal to a
+                tuple.
 
         Raises:
-            AssertionError: There is none, or several; it shows what was sent, and what differs.
+            AssertionError: No send, or several sends, have these fields. The error lists the sends,
+                and the fields that differ.
             TypeError: A send has no such field.
         """
         wanted, found = Wanted(task, fields), self.all(task, **fields)
@@ -147,10 +149,10 @@ class Recording:
         raise AssertionError(f"Expected one send of {wanted}; {number}. {listed}")
 
     def none(self, task: celery.Task[Any, Any] | str | None = None, **fields: Any) -> None:
-        """Assert that no send has these fields; takes the same as :meth:`one`.
+        """Assert that no send has these fields, which are as for :meth:`one`.
 
         Raises:
-            AssertionError: There is one; it shows them.
+            AssertionError: Some have; the error lists them.
             TypeError: A send has no such field.
         """
         wanted = Wanted(task, fields)
@@ -158,7 +160,7 @@ class Recording:
             raise AssertionError(f"Expected no send of {wanted}. {wanted.listed(found)}")
 
     def all(self, task: celery.Task[Any, Any] | str | None = None, **fields: Any) -> list[Sent]:
-        """Return the sends that have these fields, in their order; takes the same as :meth:`one`.
+        """Return the sends with these fields, in their order; the fields are as for :meth:`one`.
 
         Raises:
             TypeError: A send has no such field.
@@ -170,15 +172,15 @@ class Recording:
     def run_due(self, within: Delay | None = None) -> list[Sent]:
         """Run the recorded tasks in this process, in the order in which they are due.
 
-        Each runs as in a worker: with its id, retries, callbacks, chains, chords and signals. What
-        it sends is recorded, and runs as well if it is due by then. The package's clock moves as on
-        a travel: to when each task is due, so that a task that repeats itself hourly runs 24 times
-        within a day, and at last by ``within``. Code that asks for the time sees the present,
-        though, and an ``eta`` that it computes counts from the present.
+        A task runs as in a worker: with its id, retries, callbacks, chains, chords and signals. The
+        tasks that it sends are recorded, and run as well if they are due by then. The package's
+        clock moves to the due time of every task, so that a task that repeats itself hourly runs 24
+        times within a day, and finally to the end of ``within``. All other code sees the real time,
+        and an ``eta`` that it computes counts from the real time.
 
         Tasks that are cancelled, expired or superseded do not run, and their results become
-        ``REVOKED``. Those that this application does not know go on waiting. So do those of an open
-        job and paused ones; without ``within``, they are left for another call.
+        ``REVOKED``. Tasks that this application does not know, paused tasks and tasks of an open
+        job go on waiting; without ``within``, held tasks are left for another call.
 
         Args:
             within: Seconds, or a timedelta: how far from now tasks may be due; None for all.
@@ -187,13 +189,15 @@ class Recording:
             The tasks that ran, in their order.
 
         Raises:
-            Exception: A task has failed with it; its error callbacks are recorded. Another call
-                goes on from then, with the tasks after it.
-            RuntimeError: Tasks send one another without end; or the block has ended, or is not the
+            Exception: The error of a task that failed; its error callbacks are recorded. Another
+                call goes on with the tasks after it.
+            RuntimeError: Tasks send one another endlessly, or the block has ended or is not the
                 innermost one.
         """
         if self._app.rabbitdelay.fake_broker is not self.fake_broker:
-            raise RuntimeError("run_due() is called within the block: tasks would send for real")
+            raise RuntimeError(
+                "call run_due() within the block: outside it, tasks would really be sent"
+            )
         self._stand_at(0)
         until_ms = None if within is None else Due.after(within).at_ms
         ran: list[Sent] = []
@@ -208,11 +212,11 @@ class Recording:
         return ran
 
     def _stand_at(self, ms: int) -> None:
-        """Let the clock stand at an instant, or where it is if that has passed."""
+        """Stop the clock at an instant, or at the present one if the instant has passed."""
         self.clock.stand_at(max(ms * wall_clock.NS_PER_MS, self.clock.ns()))
 
     def _run_until(self, until_ms: int | None, ran: list[Sent]) -> None:
-        """Run what is due by an instant, and what is held and may run now."""
+        """Run tasks that are due by an instant, and held tasks that may run now."""
         for each in self.recorded:
             if each.is_held:
                 each.at_ms, each.is_held = wall_clock.ms(), False
@@ -231,7 +235,7 @@ class Recording:
             return min(filter(comes, self.recorded), key=lambda task: task.at_ms, default=None)
 
     def _arrive(self, task: Recorded, ran: list[Sent]) -> None:
-        """Do what a worker does with a task that arrives; add it to those that ran, if it runs."""
+        """Treat a task as a worker does when it arrives; add it to ``ran`` if it runs."""
         task.waits = False
         decision = self._decided(task)
         request = Request(task.message, app=self._app)
@@ -278,7 +282,7 @@ class Recording:
             signals.send(signal, self._app, task.sent.task_id, task.arrival.due_ms)
 
     def _postponed(self, task_id: str, due_ms: int) -> None:
-        """Show another due time of a task that waits; its message is put back when it arrives."""
+        """Show the new due time of a waiting task, whose message is put back when it arrives."""
         for each in self.recorded:
             if each.waits and each.sent.task_id == task_id and due_ms > each.arrival.due_ms:
                 each.sent = replace(each.sent, due=instant_of(due_ms))
@@ -296,7 +300,7 @@ class Recording:
 
 
 class RecordingPublisher(Publisher):
-    """Takes the messages that would wait in the levels; each counts as confirmed.
+    """Takes the messages that would wait in the levels; all count as confirmed.
 
     Args:
         connection: A connection to the broker, which is never opened.
@@ -316,7 +320,7 @@ class RecordingPublisher(Publisher):
     ) -> None:
         """Take messages, as :meth:`.Publisher.publish_all` publishes them."""
         for publication in publications:
-            # Of all that is published here, it is DelayedProducer.address with its arguments.
+            # For delayed tasks, it is DelayedProducer.address with its arguments.
             address: Any = publication.address
             *_, due = address.args
             self._take(publication.content.message(), Address(), due)
@@ -337,7 +341,7 @@ class RecordingProducer(Producer):
         self._take = take
 
     def _publish(self, *given: Any) -> None:
-        # Of kombu's own, which sends what its public method has serialized.
+        # The arguments are kombu's: its public method has serialized the body.
         body, priority, kind, encoding, headers, properties, key, _, _, exchange, declare, *_ = (
             given
         )
@@ -355,7 +359,7 @@ class RecordingProducer(Producer):
 
 
 class ResultsInMemory(CacheBackend):
-    """A result backend that keeps results in memory, of this block alone.
+    """A result backend that keeps the results of one block in memory.
 
     Args:
         app: The application.
@@ -366,10 +370,10 @@ class ResultsInMemory(CacheBackend):
         self.client.cache = LRUCache(limit=None)
 
     def wait_for(self, task_id: str, *more: object, **options: object) -> Any:
-        """Return the result of a task that has run.
+        """Return the result of a task.
 
         Raises:
-            NotRecorded: It has not; nobody would run it meanwhile.
+            NotRecorded: The task has not run, and a wait would be endless.
         """
         meta = self.get_task_meta(task_id)
         if meta["status"] not in states.READY_STATES:

@@ -1,4 +1,4 @@
-"""What was sent while it was recorded: its fields, how a test asks for it, and how it is shown."""
+"""Recorded sends: their fields, and how tests select and print them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from celery_rabbitdelay.levels.headers import parse
 from celery_rabbitdelay.registry.decision import Arrival
 from celery_rabbitdelay.worker.restore import restore
 
-#: How far a time may be from the expected one, if it is not a delay that was given as a number: the
-#: code has taken that long between reading the clock and sending.
+#: How far a time may be from the expected one, unless the delay was given as a number: code takes
+#: some time between reading the clock and sending.
 SLACK: Final = timedelta(seconds=5)
 
-#: At most so many sends are listed when an assertion fails, those that are most alike first.
+#: The most sends that a failed assertion lists, the closest matches first.
 MAX_LISTED: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One send that was recorded.
+    """A recorded send.
 
     Attributes:
         task: The task's name.
@@ -43,15 +43,15 @@ class Sent:
         kwargs: Its keyword arguments, likewise.
         task_id: Its id.
         due: When it may start, an aware datetime.
-        delay: How long that is after the send.
-        has_eta: Whether it was sent for an instant, so that ``delay`` was measured.
+        delay: The time from the send to ``due``.
+        has_eta: Whether it was sent with an ``eta``, so that ``delay`` was measured.
         tolerance: How much later it may start.
         exchange: The exchange that its worker sees; empty for the default exchange.
         routing_key: The routing key that its worker sees.
         queue: The name of the queue that it goes to; None if the exchange decides.
         priority: Its priority; 0 if none was given.
         expires: When it expires, an aware datetime; None for never.
-        headers: All headers of its message, Celery's and the user's, without those of this package.
+        headers: Celery's and the user's headers of its message, without this package's.
         key: The key that it was sent with; None without one.
         job: The job that it was sent with; None without one.
         once: Whether only the first message with its id runs.
@@ -81,7 +81,7 @@ class Sent:
 
 
 class Address(NamedTuple):
-    """Where a message without a delay goes.
+    """The address of a message without a delay.
 
     Attributes:
         exchange: The exchange; empty for the default exchange.
@@ -94,23 +94,23 @@ class Address(NamedTuple):
     queue: str | None = None
 
 
-#: Takes a message, where it goes, and when it is due; None if it does not wait in the levels. Then
-#: the address counts, otherwise what its headers say.
+#: Takes a message, its address, and its due time. Messages in the levels have a due time, and their
+#: address is in their headers; for all others, the due time is None and the address counts.
 Take: TypeAlias = Callable[[amqp.Message, Address, Due | None], None]
 
 
 @dataclass(slots=True)
 class Recorded:
-    """A task that was recorded.
+    """A recorded task.
 
     Attributes:
-        sent: What tests see.
-        arrival: What the registry is asked about it.
+        sent: Its send, for tests.
+        arrival: The arrival that the registry decides about.
         message: Its message, as a worker receives it.
         at_ms: When it arrives at a worker, in milliseconds since 1970-01-01 UTC.
-        has_waited: Whether it comes from the levels, so that the registry is asked about it.
+        has_waited: Whether it comes from the levels, so that the registry decides about it.
         waits: Whether it has not arrived yet, or waits again.
-        is_held: Whether it was put back for as long as its job is open, or it is paused.
+        is_held: Whether it was put back because its job is open or it is paused.
     """
 
     sent: Sent
@@ -132,18 +132,18 @@ class Recorded:
         """
         message.delivery_info = {"delivery_tag": 0}
         received = Message(message, accept=[message.properties.get("content_type")])
-        said, _ = parse(received.headers)
-        headers = said.others
+        parsed, _ = parse(received.headers)
+        headers = parsed.others
         if "task" not in headers:
             return None
         if due is not None:
-            address = Address(said.exchange or "", said.routing_key or "", said.queue)
+            address = Address(parsed.exchange or "", parsed.routing_key or "", parsed.queue)
         due_ms, delay_ms, has_eta = _times(due, headers.get("eta"))
         exchange, routing_key, queue = address
         received.delivery_info.update(exchange=exchange, routing_key=routing_key)
         restore(received)
         args, kwargs, _ = received.payload
-        arrival = Arrival.of(said, due_ms, queue or "", redelivered=False)
+        arrival = Arrival.of(parsed, due_ms, queue or "", redelivered=False)
         return cls(
             sent=Sent(
                 task=headers["task"],
@@ -157,7 +157,7 @@ class Recorded:
                 exchange=exchange,
                 routing_key=routing_key,
                 queue=queue,
-                priority=said.priority or message.properties.get("priority") or 0,
+                priority=parsed.priority or message.properties.get("priority") or 0,
                 expires=eta_of(headers.get("expires"), UTC),
                 headers=headers,
                 key=arrival.key or None,
@@ -172,26 +172,26 @@ class Recorded:
 
 
 def _times(due: Due | None, eta: Any) -> tuple[int, int, bool]:
-    """Return when a task is due and after how long, in milliseconds, and whether it has an eta."""
+    """Return a task's due time and delay, in milliseconds, and whether it has an eta."""
     now_ms = wall_clock.ms()
     if due is not None:
         delay_ms = max(due.at_ms - now_ms, 0) if due.is_instant else max(due.delay_ms, 0)
         return due.at_ms, delay_ms, due.is_instant
-    # A worker would hold it until its eta.
+    # A worker would keep it until its eta.
     instant = eta_of(eta, UTC)
     due_ms = now_ms if instant is None else max(milliseconds_of(instant), now_ms)
     return due_ms, due_ms - now_ms, instant is not None
 
 
 class Wanted:
-    """What a test asks for.
+    """The fields that a test expects.
 
     Args:
         task: The task, or its name; None for any.
-        given: The fields of :class:`Sent`, with the values that they should have.
+        given: Fields of :class:`Sent`, with their expected values.
 
     Raises:
-        TypeError: There is no such field.
+        TypeError: A field does not exist.
         InvalidDelay: A length of time is invalid.
     """
 
@@ -216,15 +216,15 @@ class Wanted:
         return f"{what} with {' and '.join(words)}" if words else str(what)
 
     def differing(self, sent: Sent) -> list[str]:
-        """Return the names of the fields in which a send differs; empty if it is wanted."""
+        """Return the names of the fields in which a send differs; empty if it matches."""
         return [name for name, value in self._fields.items() if not _is_equal(sent, name, value)]
 
     def listed(self, sends: Sequence[Sent]) -> str:
-        """Return sends as lines of text, the most alike first, with what differs below each."""
+        """Return sends as lines of text, the closest match first, with the differences below."""
         if not sends:
             return "Nothing was sent."
         ranked = sorted(sends, key=lambda sent: len(self.differing(sent)))
-        lines = [f"{len(sends)} sent, the most alike first:" if len(sends) > 1 else "Sent:"]
+        lines = [f"{len(sends)} sent, the closest match first:" if len(sends) > 1 else "Sent:"]
         for sent in ranked[:MAX_LISTED]:
             lines.append(f"  {sent}")
             for name in self.differing(sent):
@@ -240,7 +240,7 @@ class Wanted:
 def _is_equal(sent: Sent, name: str, wanted: Any) -> bool:
     actual = getattr(sent, name)
     if name == "delay":
-        # Time has passed since the eta was computed, so that the delay has become shorter.
+        # The delay is shorter than computed: time has passed since then.
         return bool(actual == wanted or (sent.has_eta and actual <= wanted <= actual + SLACK))
     if name == "expires" and isinstance(wanted, timedelta | int | float) and actual is not None:
         wanted = sent.due - sent.delay + timedelta(milliseconds=milliseconds(wanted))
@@ -252,7 +252,7 @@ def _is_equal(sent: Sent, name: str, wanted: Any) -> bool:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return a value in which tuples are lists, as JSON makes them."""
+    """Return a value with lists instead of tuples, as JSON returns them."""
     if isinstance(value, list | tuple):
         return [_with_lists(each) for each in value]
     if isinstance(value, Mapping):

@@ -1,16 +1,16 @@
-"""Private servers, started as processes on free ports and always stopped again: the common part.
+"""Private Redis and RabbitMQ servers for tests, on free ports, which are always stopped again.
 
-Each server lives in a temporary folder of its own and never touches an installed service: neither
-its port, its data, its cookie nor its Erlang port mapper. Use it as a context manager::
+A server has its own temporary folder, and never touches the port, data, cookie or Erlang port
+mapper of an installed service. Use it as a context manager::
 
     with RabbitMQServer() as broker, RedisServer() as redis:
         app.conf.update(broker_url=broker.url, result_backend=redis.url)
 
-A server can also be killed, started again on the same port and data, suspended and resumed, which
-is how a test shows that nothing is lost. No docker is needed.
+A test can kill a server, start it again on the same port and data, suspend it and resume it, to
+show that nothing is lost. No docker is needed.
 
-On Linux, a server ends with the thread that started it, however that ends: start one from a thread
-that lives as long as it is needed.
+On Linux, a server always ends with the thread that started it: use a thread that lives as long as
+the server is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
-#: Seconds until a wait is given up. This only bounds a failure: a busy machine gets enough time.
+#: Seconds until a wait times out: enough for a busy machine.
 PATIENCE: Final = 300.0
 
 #: Seconds that a server may take to start. A RabbitMQ node takes 5 to 15 on a small machine.
@@ -53,10 +53,10 @@ def wait_for(
     """Wait until ``condition()`` is true.
 
     Args:
-        condition: Asked again and again; an exception that it raises goes to the caller.
-        what: What is waited for, for the error.
-        timeout: Seconds until the wait is given up.
-        interval: Seconds between two questions; more where a question costs much.
+        condition: Called again and again; its exceptions go to the caller.
+        what: The name of the condition, for the error.
+        timeout: Seconds until the wait times out.
+        interval: Seconds between two calls; more if a call takes much processor time.
 
     Raises:
         TimeoutError: The condition was not true within ``timeout`` seconds.
@@ -68,25 +68,25 @@ def wait_for(
             return
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {timeout:g} s")
-        # A question that costs much would keep the processor from the thing that it asks about.
+        # An expensive condition would take processor time from the thing that it checks.
         time.sleep(max(interval, 4 * (time.thread_time() - spent)))
 
 
-#: The ports of private servers: below those of outgoing connections (Linux:
-#: ``net.ipv4.ip_local_port_range``), and above those that well-known services have.
+#: The ports of private servers: below the ports of outgoing connections (Linux:
+#: ``net.ipv4.ip_local_port_range``), and above the ports of well-known services.
 PORTS: Final = range(10_000, 32_768)
 
-#: Sockets that have the ports which were given out last, so that no other process gets them here.
-#: They do not listen, and SO_REUSEADDR lets a server have its port as well; see socket(7).
+#: Sockets that reserve the last free ports, so that this function gives them to no other process.
+#: They do not listen, and SO_REUSEADDR lets the server bind the same port; see socket(7).
 _GIVEN: Final[deque[socket.socket]] = deque()
 _MOST_GIVEN: Final = 64
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that nothing uses at the moment.
+    """Return a free TCP port of the loopback interface.
 
-    Not one that the kernel gives to outgoing connections: while a server is down that a test has
-    killed, such a connection could take its port.
+    The port is outside the range for outgoing connections: such a connection could take the port of
+    a server that a test has killed.
     """
     while True:
         port = random.choice(PORTS)  # noqa: S311 - it is no secret
@@ -110,10 +110,10 @@ def end_with_parent() -> None:
 
 
 class Process:
-    """A process of our own, which writes a log.
+    """A child process with a log.
 
     Args:
-        folder: Where its log is.
+        folder: The folder of its log.
     """
 
     #: The name of the log in the folder.
@@ -136,7 +136,7 @@ class Process:
 
     @property
     def log(self) -> str:
-        """Everything that it has printed so far, over all its starts."""
+        """The output of all its runs."""
         path = self._log_path
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -159,7 +159,7 @@ class Process:
             )
 
     def _end(self, signum: signal.Signals, send: Callable[[int, int], None] = os.killpg) -> None:
-        """End it with a signal to its group, or as ``send`` does; by force if that takes long."""
+        """End the process by a signal to its group, or by ``send``; kill it if that takes long."""
         process = self._process
         if process is None or process.poll() is not None:
             return
@@ -175,14 +175,14 @@ class Process:
 
 
 class Server(Process):
-    """A server process of our own: its folder, its port, its log.
+    """A server process with its folder, port and log.
 
     Attributes:
-        folder: The temporary folder that holds all the server's files.
-        port: The TCP port that the server listens on; it stays the same over restarts.
+        folder: The temporary folder of the server's files.
+        port: The TCP port that the server listens on; it survives restarts.
     """
 
-    #: The Debian package that brings the program.
+    #: The Debian package of the program.
     package: ClassVar[str]
 
     #: The address that it listens on.
@@ -209,7 +209,7 @@ class Server(Process):
         raise NotImplementedError
 
     def start(self) -> None:
-        """Start the server and wait until it answers; data of an earlier run is kept.
+        """Start the server and wait until it answers; keep the data of an earlier run.
 
         Raises:
             ServerNotStarted: The program is missing, ended, or did not answer in time.
@@ -240,10 +240,10 @@ class Server(Process):
         self._end(signal.SIGKILL)
 
     def suspend(self) -> None:
-        """Freeze the server (SIGSTOP): its sockets stay open, but nothing answers any more."""
+        """Freeze the server (SIGSTOP): its sockets stay open, but it does not answer."""
         os.killpg(self.pid, signal.SIGSTOP)
         if sys.platform == "linux":
-            # The signal only asks: on a busy machine, a broker may confirm a message or two more.
+            # The signal takes effect later: a broker may still confirm a message or two.
             state = Path(f"/proc/{self.pid}/stat")
             wait_for(lambda: ") T " in state.read_text(), f"{self.package}, frozen")
 
@@ -266,7 +266,7 @@ class Server(Process):
         return {
             "PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"),
             "LANG": "C.UTF-8",
-            # What a killed process leaves behind goes with the folder.
+            # Temporary files of a killed process are deleted with the folder.
             "TMPDIR": str(self.folder),
         }
 
@@ -401,17 +401,17 @@ class RabbitMQServer(Server):
             "RABBITMQ_ENABLED_PLUGINS_FILE": f"{home}/enabled_plugins",
             "RABBITMQ_CONFIG_FILE": f"{home}/rabbitmq.conf",
             # The start script then becomes the node instead of waiting for it, so that the node
-            # itself is what ends with its parent.
+            # itself ends with its parent.
             "RUNNING_UNDER_SYSTEMD": "true",
-            # Idle schedulers that spin would take processor time from the tests.
+            # Spinning idle schedulers would take processor time from the tests.
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+sbwt none +sbwtdcpu none +sbwtdio none",
         }
 
     def ctl(self, *arguments: str) -> str:
-        """Run ``rabbitmqctl`` against this node and return what it printed.
+        """Run ``rabbitmqctl`` for this node and return its output.
 
         Raises:
-            subprocess.CalledProcessError: The command failed; a note says what it printed.
+            subprocess.CalledProcessError: The command failed; a note has its output.
         """
         command = ["/usr/lib/rabbitmq/bin/rabbitmqctl", "--silent", *arguments]
         try:

@@ -33,19 +33,19 @@ from celery_rabbitdelay.testing.worker import (
     taking_part,
 )
 
-#: How the variables of the environment begin that Celery prefers to the configuration.
+#: The prefixes of environment variables that take precedence over the configuration in Celery.
 _PREFERRED: Final = ("CELERY_BROKER_", "CELERY_RESULT_BACKEND")
 
 #: Seconds that a worker may take to start.
 START_TIMEOUT: Final = 120.0
 
-#: Seconds that tasks left by a test may run before their worker is killed.
+#: Seconds that leftover tasks of a test may run before the worker is killed.
 LEFT_TIMEOUT: Final = 10.0
 
-#: Seconds that Redis may take to answer; a travel works on all keys of the registry at once.
+#: Seconds for an answer of Redis; a travel changes all keys of the registry at once.
 REDIS_TIMEOUT: Final = 10.0
 
-#: The options of ``celery worker`` that no test needs, and that make it start slowly.
+#: Options of ``celery worker`` for a fast start.
 OPTIONS: Final = ("--without-mingle", "--without-gossip", "--loglevel=INFO")
 
 
@@ -66,35 +66,35 @@ class Worker(Process):
         self._options = options
 
     def why_ended(self) -> str | None:
-        """Say that it has ended, with the end of its log; None while it runs."""
+        """Return that the worker has ended, with the end of its log; None while it runs."""
         if self.running:
             return None
         return f"the worker has ended; the end of its log:\n{self.log[-3000:]}"
 
     def start(self) -> None:
-        """Start it, unless it runs, and wait until it takes tasks.
+        """Start the worker, unless it runs, and wait until it consumes tasks.
 
         Raises:
-            RuntimeError: It has ended; the error shows the end of its log.
-            TimeoutError: It takes no tasks.
+            RuntimeError: The worker has ended; the error has the end of its log.
+            TimeoutError: The worker consumes no tasks.
         """
         if not self.running:
             (self.folder / WORKER).unlink(missing_ok=True)
             command = [sys.executable, "-m", worker_module.__name__, str(self.folder), self._name]
-            # Two nodes of one name, of two applications on one broker, would disturb each other.
+            # Workers of two applications on one broker need different node names.
             command += [*OPTIONS, f"--hostname={self.folder.name}@%h", *self._options]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             self._process = self._begin(command, env=environment)
         wait_for(self._takes_tasks, "a worker that takes tasks", START_TIMEOUT)
 
     def kill(self) -> None:
-        """Kill it, and its pool, without warning (SIGKILL)."""
+        """Kill the worker and its pool without warning (SIGKILL)."""
         self._end(signal.SIGKILL)
         (self.folder / WORKER).unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Stop it as a deployment does (SIGTERM): tasks that run are finished."""
-        self._end(signal.SIGTERM, os.kill)  # not its pool, whose tasks are finished
+        """Stop the worker as a deployment does (SIGTERM): it finishes running tasks."""
+        self._end(signal.SIGTERM, os.kill)  # not its pool, which finishes its tasks
         (self.folder / WORKER).unlink(missing_ok=True)
 
     def _takes_tasks(self) -> bool:
@@ -112,21 +112,21 @@ class HasURL(Protocol):
 
 
 class Session:
-    """Puts an application on servers for tests, until it is closed.
+    """Uses servers for tests for an application, until the session is closed.
 
-    Its levels have a prefix of their own. Its registry and its result backend, if they are in
-    Redis, are on the Redis for tests.
+    The levels get a prefix of their own. A registry, and a result backend in Redis, move to the
+    Redis for tests.
 
     Args:
         app: The application.
-        broker_url: The broker, with a virtual host that nobody else uses.
-        redis: Returns the Redis, which has a ``url``; called if the application uses one.
+        broker_url: The broker, with an unused virtual host.
+        redis: Returns the Redis for tests; called if the application uses Redis.
 
     Attributes:
         redis: The Redis; None if the application uses none.
 
     Raises:
-        TypeError: Nothing of the application can be delayed.
+        TypeError: The application cannot delay tasks.
     """
 
     def __init__(self, app: object, broker_url: str, redis: Callable[[], HasURL]) -> None:
@@ -169,19 +169,19 @@ class Session:
             exits.callback(self._give_back, dict(app.conf.changes or {}))
             app.conf.update(settings)
             confirm_all(app)
-            # Somebody may have used it already, on other servers.
+            # It may have been used already, on other servers.
             app.rabbitdelay.reset()
             exits.callback(self._forget)
             self._exits = exits.pop_all()
 
     def _give_back(self, former: dict[str, object]) -> None:
-        """Give the application its former settings back."""
+        """Restore the application's former settings."""
         self.app.conf.clear()
         self.app.conf.update(former)
         self.app.rabbitdelay.reset()
 
     def _forget(self) -> None:
-        """Remove what waits, which another application's worker would get when it is due."""
+        """Remove waiting messages, which another application's worker would get when due."""
         with suppress(Exception):  # a test may have killed the servers
             self._purge(self.app.rabbitdelay.topology.queues)
         if self.app.rabbitdelay.has_registry:
@@ -189,10 +189,10 @@ class Session:
                 on_all_keys(self.app, FORGET)
 
     def worker(self, options: Sequence[str]) -> Worker:
-        """Return the worker, which runs.
+        """Return the running worker.
 
         Args:
-            options: Options of ``celery worker``, if it is not there yet.
+            options: Options of ``celery worker``, used when it is made.
         """
         if self._worker is None:
             self._worker = Worker(name_of(self.app), self.folder, options)
@@ -214,7 +214,7 @@ class Session:
         """Return a traveller.
 
         Args:
-            timeout: Seconds that what runs on the way may take at one instant.
+            timeout: Seconds for all tasks that run at one instant.
         """
 
         def why_ended() -> str | None:
@@ -224,9 +224,9 @@ class Session:
 
     @contextmanager
     def clean(self) -> Iterator[None]:
-        """Use the shared clock in a block, after removing what earlier tests have left.
+        """Remove the leftovers of earlier tests, and use the shared clock in a block.
 
-        They leave it in queues, in the registry, and in the worker.
+        Leftovers are in queues, in the registry, and in the worker.
         """
         with self._clock.installed():
             self._clock.reset()
@@ -248,8 +248,8 @@ class Session:
             on_all_keys(self.app, FORGET)
 
     def close(self) -> None:
-        """Stop the worker, and give the application its former settings back."""
-        # A result that nobody holds any more says so to Redis, which is about to be gone.
+        """Stop the worker, and restore the application's former settings."""
+        # A result that is garbage collected unsubscribes in Redis, which is about to end.
         gc.collect()
         self._exits.close()
 
@@ -261,7 +261,7 @@ class Session:
 
 
 def name_of(app: object) -> str:
-    """Return the name by which another process imports an application.
+    """Return the name under which another process can import an application.
 
     Raises:
         LookupError: No module has it as an attribute.
@@ -290,7 +290,7 @@ def own_virtual_host(broker_url: str, management_url: str = "") -> Iterator[str]
         The URL of the virtual host.
 
     Raises:
-        InvalidManagementURL: ``management_url`` is not the URL of one.
+        InvalidManagementURL: ``management_url`` is invalid.
         ServerNotStarted: The management API does not answer, or refuses.
     """
     broker, name = urlsplit(broker_url), f"test-{uuid4().hex[:8]}"
@@ -302,8 +302,8 @@ def own_virtual_host(broker_url: str, management_url: str = "") -> Iterator[str]
         api.change("PUT", "permissions", name, unquote(user), **everything)
     except ManagementUnavailable as error:
         raise ServerNotStarted(
-            "the management API does not make a virtual host for the tests; name another one "
-            f"with --rabbitdelay-management: {error}"
+            "the management API made no virtual host for the tests; name another API with "
+            f"--rabbitdelay-management: {error}"
         ) from error
     try:
         yield urlunsplit(broker._replace(path=f"/{name}"))

@@ -1,13 +1,12 @@
-"""The clock of a travel, and a worker that goes by it and says when it is at rest.
+"""The clock of a travel, and a worker that follows it and reports when it is at rest.
 
-The clock is a file of three numbers that a test and its workers map into memory: forks of a worker
-see it, too. It counts on the machine's monotonic clock, which no library that fakes the time of a
-test touches.
+The clock is a file of three numbers that a test, its workers and their forks map into memory. It is
+based on the machine's monotonic clock, which libraries that fake the time leave alone.
 
 ``python -m celery_rabbitdelay.testing.worker FOLDER MODULE:APP OPTION...`` runs ``celery worker``
-of an application so, with the settings in the folder. The travelling test sends a *look* through
-each queue that the worker consumes. A look is no task that runs: the worker's consumer acknowledges
-it as soon as it comes, and answers until everything that came before it is finished.
+with this clock and the settings in the folder. During a travel, the test sends a *look* through
+every queue that the worker consumes. A look has the form of a task, and does not run: the worker's
+consumer acknowledges it at once, and answers until it has finished everything before the look.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
 
 logger = get_logger(__name__)
 
-#: The name of the task that a look claims to be.
+#: The name of the task in a look.
 LOOK: Final = "celery_rabbitdelay.testing.look"
 
 #: The header with the number of a look.
 NUMBER: Final = "look"
 
-#: The files in the folder: the settings, the UDP port of the test, and what a worker consumes.
+#: The files in the folder: the settings, the UDP port of the test, and the worker's queues.
 SETTINGS, ANSWERS, WORKER = "settings.json", "answers", "worker"
 
 #: Seconds between two answers to a look until the worker is at rest.
 ANSWER_EVERY: Final = 0.005
 
 
-#: Which of the numbers is what is added to the monotonic clock; the instant at which the clock
-#: stands, or 0; and whether the user's own code sees this time.
+#: The indexes of the numbers: the offset to the monotonic clock; the instant at which the clock is
+#: stopped, or 0; and whether the user's own code sees this time.
 _AHEAD, _STANDS_AT, _SHOWN = range(3)
 
 
@@ -64,7 +63,7 @@ class Clock:
     """A clock of one process; all values are nanoseconds since 1970-01-01 UTC.
 
     Args:
-        base: The clock that it goes by while it does not stand.
+        base: The clock that it follows while it is not stopped.
     """
 
     def __init__(self, base: Callable[[], int]) -> None:
@@ -76,11 +75,11 @@ class Clock:
         return self._numbers[_STANDS_AT] or self._base() + self._numbers[_AHEAD]
 
     def stand_at(self, ns: int) -> None:
-        """Stand still at an instant."""
+        """Stop at an instant."""
         self._numbers[_STANDS_AT] = ns
 
     def go_on(self) -> None:
-        """Go on from where it stands."""
+        """Go on from the instant at which it was stopped."""
         self._numbers[_AHEAD] = self.ns() - self._base()
         self._numbers[_STANDS_AT] = 0
 
@@ -89,7 +88,7 @@ class SharedClock(Clock):
     """A clock of all processes that take part in a test.
 
     Args:
-        folder: Where its file is, or will be.
+        folder: The folder of its file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,7 +116,7 @@ class SharedClock(Clock):
         self._numbers[_SHOWN] = is_shown
 
     def installed(self) -> AbstractContextManager[None]:
-        """Return a context in which this process, and what it forks, go by this clock."""
+        """Return a context in which this process and its forks follow this clock."""
         return going_by(self.ns)
 
 
@@ -144,7 +143,7 @@ def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
 
 
 def _maybe_expire(request: Request) -> bool:
-    """Let a task that has expired count as revoked, as Celery does; return whether it has."""
+    """Revoke an expired task, as Celery does; return whether it has expired."""
     if request.expires is None or wall_clock.now() <= request.expires:
         return False
     state.revoked.add(request.id)
@@ -152,7 +151,7 @@ def _maybe_expire(request: Request) -> bool:
 
 
 def shown(instant: datetime) -> AbstractContextManager[object]:
-    """Return a context in which all code sees an instant, from which time goes on.
+    """Return a context in which all code sees an instant, and time goes on from there.
 
     Raises:
         ModuleNotFoundError: The package ``time-machine`` is not installed.
@@ -163,21 +162,21 @@ def shown(instant: datetime) -> AbstractContextManager[object]:
 
 
 class Rest(RabbitMQStep):
-    """Counts what a worker's consumer has taken and not settled, and answers looks.
+    """Counts the messages that a worker has taken and not settled, and answers looks.
 
     Args:
         consumer: The worker's consumer.
-        **options: Those of all steps.
+        **options: The options of all steps.
 
     Attributes:
-        folder: Where the files are.
+        folder: The folder that the worker shares with the test.
     """
 
     requires = (RestoreTasks,)
     folder: ClassVar[Path]
 
     def start(self, consumer: Any) -> None:
-        """Count from now on, and say which queues are consumed."""
+        """Count from now on, and write the names of the consumed queues."""
         self._consumer = consumer
         self._taken = 0
         unsettled: list[Message] = []
@@ -187,7 +186,7 @@ class Rest(RabbitMQStep):
         step = self
 
         class Counted(kombus):  # type: ignore[misc, valid-type]
-            """A message that counts."""
+            """A counted message."""
 
             def __init__(self, *args: object, **options: object) -> None:
                 super().__init__(*args, **options)
@@ -216,15 +215,15 @@ class Rest(RabbitMQStep):
             sender.sendto(json.dumps(answer).encode(), ("127.0.0.1", port))
 
     def _unfinished(self) -> list[str]:
-        """Return in words what the worker has not finished."""
+        """Describe the unfinished work of the worker."""
         self._unsettled[:] = [each for each in self._unsettled if not each.acknowledged]
         requests = {*state.reserved_requests, *state.active_requests}
         words = [f"the task {name}" for name in sorted({request.name for request in requests})]
         if self._unsettled and not words:
-            words.append(f"{len(self._unsettled)} messages that are not acknowledged")
+            words.append(f"{len(self._unsettled)} unacknowledged messages")
         for bucket in self._consumer.task_buckets.values():
             if bucket is not None and bucket.contents:
-                words.append(f"{len(bucket.contents)} tasks that wait for their rate limit")
+                words.append(f"{len(bucket.contents)} tasks waiting for their rate limit")
         for module in (each.module for each in self._modules()):
             if module.statistics.received > module.statistics.finished:
                 words.append(f"messages in {module.name}")
@@ -237,7 +236,7 @@ class Rest(RabbitMQStep):
 
 
 def confirm_all(app: Celery) -> None:
-    """Let what a task sends without a delay be on the broker before the task ends."""
+    """Confirm sends without a delay, so that they reach the broker before their task ends."""
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {**options, "confirm_publish": True}
 
@@ -248,7 +247,7 @@ def taking_part(app: Celery, folder: Path) -> Iterator[None]:
 
     Args:
         app: The application.
-        folder: Where the clock's file is.
+        folder: The folder with the clock's file.
     """
     clock = SharedClock(folder)
     seen = ExitStack()
@@ -282,7 +281,7 @@ def taking_part(app: Celery, folder: Path) -> Iterator[None]:
 
 
 def _never_runs() -> None:
-    """Stand for a look among the tasks."""
+    """Register the name of looks as a task."""
 
 
 def main() -> None:
@@ -290,7 +289,7 @@ def main() -> None:
     folder, name, *options = sys.argv[1:]
     app = symbol_by_name(name)
     app.conf.update(json.loads(Path(folder, SETTINGS).read_text()))
-    # Its module may have used it already.
+    # Its module may have used app.rabbitdelay already.
     app.rabbitdelay.reset()
     confirm_all(app)
     with SharedClock(Path(folder)).installed(), taking_part(app, Path(folder)):

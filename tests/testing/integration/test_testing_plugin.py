@@ -103,7 +103,7 @@ def test_servers_that_are_named_are_used_and_left_as_they_were(
         assert broker.ctl("list_vhosts").split() == ["/"]
         broker.kill()
         shown = run(project, *servers, expected=1)
-        assert "does not make a virtual host for the tests" in shown
+        assert "made no virtual host for the tests" in shown
         assert "--rabbitdelay-management" in shown
 
 
@@ -116,4 +116,4 @@ def test_private_servers_also_run_a_second_application_that_a_fixture_gives(
 
 def test_it_says_how_to_name_an_application(project: Path) -> None:
     nameless = ("--rabbitdelay-broker=amqp://nowhere", "-o", "rabbitdelay_app=")
-    assert "Set rabbitdelay_app = shop.tasks:app" in run(project, *nameless, expected=1)
+    assert "set rabbitdelay_app = shop.tasks:app" in run(project, *nameless, expected=1)
