@@ -1,4 +1,4 @@
-"""The bootstep by which a worker serves its metrics and its health, and what only it measures."""
+"""The bootstep that serves a worker's metrics and health, and its own instruments."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ logger = get_logger(__name__)
 
 _PORT: Final = "rabbitdelay_metrics_port"
 
-#: The address on which they are served unless the setting names another.
+#: The default address of the interface that serves metrics.
 _HOST: Final = "127.0.0.1"
 
-#: Seconds for which an answer of the broker is good enough, and for which it is served at all.
+#: Seconds for which an answer of the broker is cached, and the longest time for which it is shown.
 FRESH: Final = 5.0
 STALE: Final = timedelta(seconds=60)
 
 #: Seconds that a scrape waits for a new answer.
 PATIENCE: Final = 1.0
 
-#: Seconds that the broker has for each of its answers.
+#: Seconds for an answer of the broker.
 TIMEOUT: Final = 10.0
 
 
 class ServeMetrics(RabbitMQStep):
-    """Serves the metrics of a worker, with those of its pool's processes, on a port.
+    """Serves the metrics of a worker and of its pool's processes on a port.
 
     Args:
         worker: The worker.
-        rabbitdelay_metrics_port: What the command line says; None for what the settings say.
+        rabbitdelay_metrics_port: The port from the command line; None: from the settings.
         **options: The worker's other options.
     """
 
@@ -69,10 +69,10 @@ class ServeMetrics(RabbitMQStep):
         super().__init__(worker, **options)
 
     def create(self, worker: Worker) -> None:
-        """Prepare for the processes of the pool, none of which is forked yet.
+        """Prepare to count in the pool's processes, before they are forked.
 
         Raises:
-            InvalidSetting: There is no such port, or the package ``prometheus-client`` is missing;
+            InvalidSetting: The port is invalid, or the package ``prometheus-client`` is missing;
                 the worker ends.
         """
         delays = worker.app.rabbitdelay
@@ -90,7 +90,7 @@ class ServeMetrics(RabbitMQStep):
             self._children = metrics.children = ChildCounts(metrics.count)
 
     def start(self, worker: Worker) -> None:
-        """Begin to serve.
+        """Serve the metrics and the health.
 
         Raises:
             InvalidSetting: The port cannot be listened on; the worker ends.
@@ -109,7 +109,9 @@ class ServeMetrics(RabbitMQStep):
             self._children.start()
             self._at_end.callback(self._children.stop)
         if getattr(worker, "pool_start_method", "fork") == "spawn":
-            logger.warning("worker_pool_start_method is 'spawn': the pool is not counted.")
+            logger.warning(
+                "rabbitdelay metrics: the pool is not counted: worker_pool_start_method is 'spawn'"
+            )
         self._serve(worker, self._port)
 
     def _serve(self, worker: Worker, address: int | str) -> None:
@@ -128,22 +130,22 @@ class ServeMetrics(RabbitMQStep):
         server.set_app(with_health(served, worker))
         self._at_end.callback(server.server_close)
         self._at_end.callback(server.shutdown)
-        # A process of the pool that outlives a killed worker would keep its port occupied.
+        # A process of the pool that outlives a killed worker would keep the port in use.
         os.register_at_fork(after_in_child=server.socket.close)
-        logger.info("Metrics are served at http://%s:%s/metrics.", host, port)
+        logger.info("rabbitdelay metrics: serving http://%s:%s/metrics.", host, port)
 
     def _close(self, **signal: object) -> None:
-        # Not in ``stop``: the processes of the pool may still finish their tasks for long.
+        # Not in ``stop``: the pool may still be finishing long tasks.
         signals.worker_shutdown.disconnect(self._close, sender=signal["sender"])
         self._at_end.close()
 
 
 def observed(worker: Worker, backlogs: Readings[Backlog]) -> Iterator[Sample]:
-    """Yield what a worker knows at the moment, and does not record as it happens.
+    """Yield the present values of a worker's instruments that are not recorded as events.
 
     Args:
         worker: The worker.
-        backlogs: Asks the broker what waits.
+        backlogs: Asks the broker for the depths of the queues.
     """
     services: list[Service] = worker.rabbitdelay_services
     for service in tuple(services):
@@ -174,11 +176,11 @@ def observed(worker: Worker, backlogs: Readings[Backlog]) -> Iterator[Sample]:
 def with_health(metrics: WSGIApplication, worker: Worker) -> WSGIApplication:
     """Return a WSGI application that also answers ``/healthz`` and ``/readyz``.
 
-    ``/healthz`` answers 200 as long as the process answers; ``/readyz`` if the worker takes and
-    sends tasks as well, otherwise 503 with the reason in one line.
+    ``/healthz`` returns 200 as long as the process answers. ``/readyz`` returns 200 if the worker
+    takes and sends tasks, otherwise 503 with the reason in one line.
 
     Args:
-        metrics: Answers every other path.
+        metrics: Serves all other paths.
         worker: The worker.
     """
 
@@ -195,7 +197,7 @@ def with_health(metrics: WSGIApplication, worker: Worker) -> WSGIApplication:
 
 
 def why_not_consuming(worker: Worker) -> str:
-    """Return why a worker takes no tasks from the broker; empty if it does. From any thread."""
+    """Return why a worker consumes no tasks; empty if it does. Callable from any thread."""
     consumer = getattr(worker, "consumer", None)
     connection = getattr(consumer, "connection", None)
     if connection is None or not connection.connected:
@@ -207,7 +209,7 @@ def why_not_consuming(worker: Worker) -> str:
 
 
 def why_not_ready(worker: Worker) -> str:
-    """Return why a worker takes or sends no tasks, or cannot ask the registry; empty if it can."""
+    """Return why a worker cannot take or send tasks, or ask the registry; empty if it can."""
     delays = worker.app.rabbitdelay
     reason = why_not_consuming(worker) or (BLOCKED if delays.is_blocked() else "")
     asked = additions_of(delays) if delays.available else ()

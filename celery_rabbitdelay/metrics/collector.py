@@ -1,4 +1,4 @@
-"""``app.rabbitdelay.metrics``: counting in one process, for Prometheus."""
+"""``app.rabbitdelay.metrics``: the metrics of one process, for Prometheus."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ Sample: TypeAlias = tuple[Instrument, Labels, float]
 #: Looks up the instruments that are observed.
 Observe: TypeAlias = Callable[[], Iterable[Sample]]
 
-#: Combinations of label values that one metric has at most. Further ones count as :data:`OTHER`, so
-#: that an application with a queue for each of its users fills neither its memory nor Prometheus.
+#: The most combinations of label values of one metric. Further ones count as :data:`OTHER`, so that
+#: an application with a queue per user fills neither its memory nor Prometheus.
 MAX_SERIES: Final = 2000
 
-#: The value of every label of a combination that is one too many, or that is too long for a pipe.
+#: The value of all labels in a combination beyond the maximum, or too long for a pipe.
 OTHER: Final = "(other)"
 
-#: Bytes that a pipe takes in one piece, never mixed with those of another process, behind their
-#: length.
+#: The most bytes, without their length, that a pipe takes in one piece and never mixes with another
+#: process's.
 MAX_BYTES: Final = PIPE_BUF - 4
 
-#: Seconds that a worker waits in the end for the counts that are still in the pipe.
+#: Seconds that a stopping worker waits for the counts that are still in the pipe.
 PATIENCE: Final = 1.0
 
 
 class Metrics:
-    """The metrics of this process, counted from the moment when they are first read.
+    """The metrics of this process, counted from the first access on.
 
-    It is a collector of ``prometheus_client``: ``REGISTRY.register(app.rabbitdelay.metrics)`` adds
-    it to the metrics that a process already serves. A worker needs only
+    This is a collector of ``prometheus_client``: ``REGISTRY.register(app.rabbitdelay.metrics)``
+    adds it to the metrics that a process already serves. A worker needs only
     ``rabbitdelay_metrics_port``.
 
-    A forked process begins with zero and counts for itself. A process of a worker's pool sends its
-    counts to the worker, if that serves metrics.
+    A forked process starts at zero and counts for itself. If a worker serves metrics, the processes
+    of its pool send their counts to the worker.
 
     Attributes:
-        children: Receives the counts of the processes that are forked from now on; None if they
-            count for themselves.
+        children: Receives the counts of processes that are forked from now on; None if they count
+            for themselves.
 
     Raises:
         ImportError: The package ``prometheus-client`` is missing.
@@ -65,14 +65,14 @@ class Metrics:
         self._series: defaultdict[Instrument, set[Labels]] = defaultdict(set)
         self.children: ChildCounts | None = None
         self._parent: ChildCounts | None = None
-        # For good: an application lives as long as its process.
+        # Never unregistered: an application lives as long as its process.
         os.register_at_fork(after_in_child=self._after_fork)
 
     def record(self, values: Mapping[Instrument, float], *labels: str) -> None:
         """Add to counters, or record in histograms.
 
         Args:
-            values: The values by their metrics, all of which have the same labels.
+            values: The values by metric; all metrics have the same labels.
             *labels: The values of the labels.
         """
         if self._parent is not None:
@@ -92,7 +92,7 @@ class Metrics:
                 metric.inc(value)
 
     def observe(self, source: Observe = tuple) -> None:
-        """Look up metrics at each collection from now on; without a source, no more of them."""
+        """Set the source of observed metrics, which is read at every collection."""
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
@@ -108,7 +108,7 @@ class Metrics:
                         family.add_sample(each.metric, each.named(labels), value)
             else:
                 (family,) = self._prometheus[each].collect()
-                # The times at which the others began would double the number of series.
+                # The creation times would double the number of series.
                 family.samples = [s for s in family.samples if not s.name.endswith("_created")]
             yield family
 
@@ -121,7 +121,7 @@ class Metrics:
         return labels
 
     def _after_fork(self) -> None:
-        # The parent's counts and what it looks up remain the parent's.
+        # The counts and the source remain the parent's.
         self._source = tuple
         self._series.clear()
         self._prometheus = _prometheus_metrics()
@@ -131,18 +131,18 @@ class Metrics:
 
 
 class ChildCounts:
-    """A pipe by which the processes of a worker's pool send their parent what they count.
+    """A pipe through which the processes of a worker's pool send their counts to the worker.
 
-    Each count is written as it is recorded, in one piece, so that nothing is lost when a process
-    ends, also by SIGKILL; and a pipe leaves no file behind, however the worker ends. The
-    multiprocess mode of ``prometheus_client`` needs a folder and an environment variable that is
-    set before its import, and would turn the metrics of the user's own into files as well.
+    A count is written at once and in one piece, so that nothing is lost when a process is killed.
+    A pipe leaves no file behind. The multiprocess mode of ``prometheus_client`` needs a folder and
+    an environment variable that is set before its import, and would write the user's own metrics to
+    files as well.
 
-    A full pipe blocks the process until its parent reads, as the pipe does by which the pool
-    returns results. Make it before the processes are forked.
+    A full pipe blocks the process until the worker reads, like the pipe with the pool's results.
+    Make it before the processes are forked.
 
     Args:
-        count: Called in the parent, in a thread of its own, with what a process has counted.
+        count: Called in the worker, in a separate thread, with the counts of a process.
     """
 
     def __init__(self, count: Callable[[Mapping[Instrument, float], Labels], None]) -> None:
@@ -151,27 +151,27 @@ class ChildCounts:
         self._thread = Thread(target=self._read, name="rabbitdelay-counts", daemon=True)
 
     def start(self) -> None:
-        """Begin to read, in the parent."""
+        """Start to read, in the worker."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Read what was written by now, and close the pipe."""
+        """Read the rest, and close the pipe."""
         self._writing.send_bytes(b"")
         self._thread.join(PATIENCE)
         self._writing.close()
         self._reading.close()
 
     def after_fork(self) -> None:
-        """Close the parent's end in a child, which would not notice otherwise that it has ended."""
+        """Close the parent's end in a child, so that the child notices when the parent ends."""
         self._reading.close()
 
     def send(self, values: Mapping[Instrument, float], labels: Labels) -> None:
-        """Write what a child counts; labels that are too long become :data:`OTHER`."""
+        """Write the counts of a child; labels that are too long become :data:`OTHER`."""
         numbered = [(INSTRUMENTS.index(each), value) for each, value in values.items()]
         message = json.dumps((numbered, labels)).encode()
         if len(message) > MAX_BYTES:
             message = json.dumps((numbered, (OTHER,) * len(labels))).encode()
-        with suppress(OSError):  # the parent has ended, and nobody will ask
+        with suppress(OSError):  # the parent has ended
             self._writing.send_bytes(message)
 
     def _read(self) -> None:
@@ -195,7 +195,7 @@ def _prometheus_metrics() -> dict[Instrument, object]:
 
 
 class HasMetrics:
-    """The attribute of ``app.rabbitdelay``.
+    """Adds ``metrics`` to ``app.rabbitdelay``.
 
     Args:
         delays: The application's delay levels.
@@ -206,7 +206,7 @@ class HasMetrics:
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics of this process, counted from now on: a ``prometheus_client`` collector.
+        """The metrics of this process, counted from now on, as a ``prometheus_client`` collector.
 
         Raises:
             ImportError: The package ``prometheus-client`` is missing.

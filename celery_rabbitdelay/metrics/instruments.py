@@ -1,4 +1,4 @@
-"""What only a worker that serves metrics looks up, and the table of all instruments."""
+"""The instruments that only a worker observes, and the table of all instruments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULE_PUBLISHED: Final = _observed_counter(
 )
 MODULE_REDELIVERED: Final = _observed_counter(
     "module_redelivered",
-    "Messages that the worker's module put into the levels: their destination did not take them.",
+    "Messages that the worker's module put back into the levels: their destination refused them.",
 )
 UNDELIVERABLE: Final = _observed_counter(
     "undeliverable", "Messages that the worker's module put into undeliverable, by its queue."
@@ -36,7 +36,7 @@ BACKLOG: Final = gauge(
 PROBE_LATE: Final = gauge(
     "probe_late_seconds",
     "Seconds that the last probe through a level was late; negative if early; while it is missing, "
-    "how late it is at least.",
+    "the lateness so far.",
     "level",
 )
 PROBE_MISSING: Final = _observed_counter(
@@ -61,9 +61,9 @@ DEFINED_IN: Final = (
 def defined() -> Iterator[Instrument]:
     """Yield the instruments of all additions that are installed."""
     for name in DEFINED_IN:
-        with suppress(ModuleNotFoundError):  # an addition that was taken out
+        with suppress(ModuleNotFoundError):  # an addition that was removed
             yield from (v for v in vars(import_module(name)).values() if isinstance(v, Instrument))
 
 
-#: All instruments, in the order in which they are shown.
+#: All instruments, in the order of their output.
 INSTRUMENTS: Final = tuple(defined())

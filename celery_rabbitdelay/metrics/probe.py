@@ -1,4 +1,4 @@
-"""Probes: small messages through each level, which show whether and when delays end."""
+"""Probes: small messages through all levels, which show whether and when delays end."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from celery_rabbitdelay.worker.bootsteps import HEARTBEAT, WorkerDeclaration
 
 logger = logging.getLogger(__name__)
 
-#: The type of the message that says which worker sends the probes.
+#: The type of the token, a message that only the worker that sends probes holds.
 TOKEN_TYPE: Final = "rabbitdelay-probe-token"  # noqa: S105 - no password
 
-#: The name, beside those of the levels, of the route through all of them.
+#: The name, in place of a level's, of the route through all levels.
 ROUTE: Final = "route"
 
-#: Levels that are probed in a round; with the route and the token, ten messages.
+#: Levels per round; with the route and the token, a round has ten messages.
 LEVELS_PER_ROUND: Final = 8
 
-#: The longest wait of a probe in a level, in milliseconds; through a larger digit, it carries
-#: ``expiration`` and waits that long.
+#: The longest wait of a probe in a level, in milliseconds. Through a larger digit, a probe has an
+#: ``expiration``.
 LONGEST_WAIT_MS: Final = 60_000
 EXPIRATION_MS: Final = 1000
 
 #: Seconds to wait for a frame.
 READ_TIMEOUT: Final = 0.2
 
-#: Probes that the broker may deliver before one is acknowledged.
+#: The prefetch of the queue of probes.
 PREFETCH: Final = 100
 
 
@@ -53,8 +53,8 @@ class Probe(NamedTuple):
     Attributes:
         level: The level's name, or :data:`ROUTE`.
         due: When it has to arrive, in seconds of :func:`time.monotonic`.
-        behind: The queue in which it waits forever behind a message that was there first; None if
-            all messages of its queue wait as long as it does.
+        behind: The queue in which a message ahead of it would hold it up; None if all messages of
+            its queue wait equally long.
     """
 
     level: str
@@ -64,22 +64,21 @@ class Probe(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ProbeService(Service):
-    """Sends probes through the levels while it is the active one of all workers.
+    """Sends probes through the levels, in one worker at a time.
 
     RabbitMQ delivers the messages in the queue of probes to a single consumer. The service that
-    receives a message is therefore the active one, and sends a round of probes every minute. It
-    holds a message, the token, which the broker delivers to the next consumer when this one is
-    lost.
+    receives a message is therefore active, and sends a round of probes every minute. It holds a
+    message, the token, which the broker delivers to the next consumer if this one is lost.
 
     Attributes:
         topology: The levels.
-        timeout: Seconds that an answer of the broker may take.
+        timeout: Seconds for an answer of the broker.
         interval: Seconds between two rounds.
-        missing_after: Seconds after its time until a probe counts as missing.
-        late: By level, how many seconds late the last probe was, negative if it was early; of a
-            missing one, how late it is at least. Empty unless this service is the active one.
-        missing: By level, how many probes were missing.
-        rounds: How many rounds were sent.
+        missing_after: Seconds after its due time until a probe counts as missing.
+        late: By level, the lateness of the last probe in seconds, negative if it was early; of a
+            missing probe, the lateness so far. Empty unless this service is active.
+        missing: By level, the number of missing probes.
+        rounds: The number of rounds sent.
     """
 
     topology: Topology
@@ -92,7 +91,7 @@ class ProbeService(Service):
 
     def __post_init__(self) -> None:
         self.name, self.max_bytes = PROBE, 1  # a probe has no body
-        # Nothing is lost with a probe that is refused but the probe, which is then missing.
+        # No confirms: a refused probe counts as missing, and nothing else is lost.
         options = {**(self.connection.transport_options or {}), "confirm_publish": False}
         self.connection = self.connection.clone(transport_options=options)
         self._turn = cycle(range(len(self.topology.layout.levels)))
@@ -101,7 +100,7 @@ class ProbeService(Service):
         self._is_active = False
 
     def status(self) -> dict[str, object]:
-        """Return what is measured, by level, and the prefix of these levels."""
+        """Return the measurements by level, and the prefix of the levels."""
         measured = {"late": dict(self.late), "missing": dict(self.missing)}
         return {"prefix": self.topology.prefix, **measured}
 
@@ -119,7 +118,7 @@ class ProbeService(Service):
             try:
                 self._send_and_receive(connection, channel)
             finally:
-                # Probes that arrive between two connections cannot be measured.
+                # A probe that arrives between two connections cannot be measured.
                 self._sent.clear()
                 self._token, self._is_active, self.late = None, False, {}
         return True
@@ -134,14 +133,14 @@ class ProbeService(Service):
             try:
                 connection.drain_events(timeout=READ_TIMEOUT)
             except TimeoutError:
-                # All that has arrived is received, also if this process stood still for a while.
+                # Only now: a probe may have arrived while this process was suspended.
                 self._find_missing(asking)
             connection.heartbeat_check()
 
     def _send_round(self, channel: Channel, asking: Channel) -> None:
         layout = self.topology.layout
         self._publish(channel, "", self.topology.probe.name, TOKEN_TYPE)
-        # It passes all exchanges, and waits for a second, or else for the highest digit.
+        # The probe of the route passes all exchanges, and waits in a level of a second or more.
         long = [index for index, place_ms in enumerate(layout.places_ms) if place_ms >= 1000]
         index = long[-1] if long else 0
         self._send(channel, ROUTE, self._routes(index, enters_at=0)[0], layout.places_ms[index])
@@ -155,7 +154,7 @@ class ProbeService(Service):
         self.rounds += 1
 
     def _routes(self, index: int, enters_at: int) -> list[Route]:
-        """Return the routes through the queue of each digit of a level, in one of the shards."""
+        """Return the routes through all digit queues of a level, in one of the shards."""
         layout, keys = self.topology.layout, self.topology.keys
         shard = keys.shard(str(uuid4()))
         before, behind = (0,) * index, (0,) * (len(layout.levels) - index - 1)
@@ -165,7 +164,7 @@ class ProbeService(Service):
         ]
 
     def _empty(self, routes: list[Route], asking: Channel) -> list[Route]:
-        """Return those whose first queue is empty: a probe leaves none before what was there."""
+        """Return routes whose first queue is empty: messages ahead would hold up the probe."""
         found = find_queues(asking, [route.stops[0] for route in routes])
         pairs = zip(routes, found, strict=True)
         return [route for route, counts in pairs if counts is not None and not counts[0]]
@@ -173,7 +172,7 @@ class ProbeService(Service):
     def _send(
         self, channel: Channel, level: str, route: Route, wait_ms: int, behind: str | None = None
     ) -> None:
-        # A stranger cannot guess it.
+        # A random id, so that strangers cannot fake an arrival.
         probe_id = str(uuid4())
         self.missing.setdefault(level, 0)
         self._sent[probe_id] = Probe(level, time.monotonic() + wait_ms / 1000, behind)
@@ -193,7 +192,7 @@ class ProbeService(Service):
             done, self._token = self._token, message
         if done is not None:
             done.channel.basic_ack(done.delivery_tag)
-        # The others are those of another worker, or of a former connection.
+        # All others are probes of another worker, or of a former connection.
         probe = self._sent.pop(str(message.properties.get("message_id")), None)
         if probe is not None:
             self.late[probe.level] = time.monotonic() - probe.due
@@ -205,10 +204,14 @@ class ProbeService(Service):
                 continue
             del self._sent[probe_id]
             counts = find_queues(asking, [behind])[0] if behind else None
-            # Others are in its queue, so it may have come behind them since the queue was empty.
+            # With more messages in its queue, the probe may have ended up behind one of them.
             if counts is None or counts[0] <= 1:
                 if self.late.get(level, 0.0) < self.missing_after:
-                    logger.error("%s: delays do not end, or not in time: %s", self.name, level)
+                    logger.error(
+                        "rabbitdelay %s: delays in %s do not end, or end late: run verify",
+                        self.name,
+                        level,
+                    )
                 self.late[level] = now - due
                 self.missing[level] += 1
 
@@ -218,7 +221,7 @@ def probe_service(app: DelayingCelery, declaration: WorkerDeclaration) -> ProbeS
 
     Args:
         app: The worker's application.
-        declaration: Declares what the worker needs.
+        declaration: Declares the worker's exchanges and queues.
     """
     settings = app.rabbitdelay.settings
     topology = settings.topology
@@ -226,7 +229,7 @@ def probe_service(app: DelayingCelery, declaration: WorkerDeclaration) -> ProbeS
     def declare(connection: Connection) -> None:
         declaration.declare(connection)
         if settings.declare == "auto":
-            # Levels are complete without the queue of probes.
+            # The queue of probes is not a part of the levels.
             with opened_channel(connection) as channel:
                 topology.probe(channel).queue_declare()
                 source, pattern, target, _ = topology.probe_binding

@@ -1,4 +1,4 @@
-"""A look at a server that is shared by all who ask, and the connection that it is taken over."""
+"""A shared cache for readings of a server, and a connection that reads a broker."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: What is raised if a server cannot be reached, or refuses.
+#: The errors of a server that cannot be reached, or refuses.
 AWAY: Final = (OperationalError, AMQPError, OSError, RabbitDelayError)
 
-#: Seconds that the broker has to confirm the end of a connection.
+#: Seconds for the broker to confirm the end of a connection.
 CLOSE_TIMEOUT: Final = 1.0
 
 
@@ -37,12 +37,12 @@ def why(error: Exception) -> str:
 
 
 class Reading(NamedTuple, Generic[_T]):
-    """What a look has shown.
+    """The result of a look at a server.
 
     Attributes:
-        value: What the last successful look has shown; None if there was none.
+        value: The result of the last successful look; None without one.
         taken: When that look succeeded.
-        error: Why the latest look has failed; None if it has not.
+        error: Why the latest look failed; None if it succeeded.
     """
 
     value: _T | None = None
@@ -51,15 +51,15 @@ class Reading(NamedTuple, Generic[_T]):
 
 
 class Readings(Generic[_T]):
-    """Caches what a look at a server shows; a caller after the period starts a new look.
+    """Caches a reading of a server; the first caller after the period starts a new look.
 
-    There is one look at a time, in a thread of its own. The caller that starts it waits for it. All
-    others get the previous reading, or wait as well if there is none.
+    One look runs at a time, in its own thread. The caller that starts it waits for it. All other
+    callers get the previous reading, or wait as well if there is none.
 
     Args:
         look: Looks at the server.
-        period: Seconds for which a reading is new enough.
-        patience: Seconds for which a caller waits at most; None: until the look has ended.
+        period: Seconds for which a reading is cached.
+        patience: The longest wait of a caller, in seconds; None: until the look has ended.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Readings(Generic[_T]):
         """Return the latest reading, or an empty reading if none is ready in time.
 
         Args:
-            patience: Seconds for which this caller waits at most, instead of those of all others.
+            patience: The longest wait of this caller, in seconds; None: the default.
         """
         patience = self._patience if patience is None else patience
         with self._changed:
@@ -90,7 +90,7 @@ class Readings(Generic[_T]):
             return self._reading or Reading()
 
     def outdate(self) -> None:
-        """Have the next caller start a look: what the latest reading shows has been changed."""
+        """Let the next caller start a look, because the latest reading is outdated."""
         with self._changed:
             self._until = 0.0
 
@@ -101,10 +101,10 @@ class Readings(Generic[_T]):
         except AWAY as error:
             reading = before._replace(error=why(error))
             if before.error is None:
-                logger.warning("A server cannot be read: %s", reading.error)
+                logger.warning("rabbitdelay metrics: a server cannot be read: %s", reading.error)
         except Exception:
-            logger.exception("Reading from a server has failed")
-            reading = before._replace(error="an unexpected error, which is in the log")
+            logger.exception("rabbitdelay metrics: reading from a server has failed")
+            reading = before._replace(error="an unexpected error: see the log")
         with self._changed:
             self._reading, self._until = reading, time.monotonic() + self._period
             self._is_looking = False
@@ -112,28 +112,28 @@ class Readings(Generic[_T]):
 
 
 class Broker:
-    """Asks a broker over a connection that is opened when it is needed; by one thread at a time.
+    """Asks a broker over a connection that is opened on demand; for one thread at a time.
 
     Args:
         connection: Template for the connection.
-        timeout: Seconds that the broker has for each answer.
+        timeout: Seconds for an answer of the broker.
 
     Attributes:
         connection: The connection.
     """
 
     def __init__(self, connection: Connection, timeout: float) -> None:
-        # Without heartbeats: nobody sends any between two questions.
+        # Without heartbeats: nothing sends them between two questions.
         self.connection = connection.clone(heartbeat=0)
         self._timeout = timeout
 
     def ask(self, question: Callable[[Connection], _T]) -> _T:
-        """Ask something, again if the connection was lost since the last question.
+        """Ask a question; again if the connection was lost since the last one.
 
         Raises:
             kombu.exceptions.OperationalError: The broker cannot be reached.
-            amqp.exceptions.AMQPError: It refuses to answer.
-            OSError: It does not answer in time.
+            amqp.exceptions.AMQPError: The broker refuses to answer.
+            OSError: The broker does not answer in time.
         """
         if self.connection.connected:
             with suppress(*AWAY):
@@ -150,7 +150,7 @@ class Broker:
             raise
 
     def close(self) -> None:
-        """Close the connection, also to a broker that does not answer."""
+        """Close the connection, even if the broker does not answer."""
         with suppress(*AWAY):
             if self.connection.connected:
                 with Wire(self.connection).answers_within(CLOSE_TIMEOUT):

@@ -18,7 +18,7 @@ def _is_port(value: object) -> bool:
 
 
 _METRICS_PORT: Final = SettingType(
-    f"a port from 1 to {MAX_PORT}, or one with the address of an interface: 0.0.0.0:9808", _is_port
+    f"a port from 1 to {MAX_PORT}, perhaps with the address of an interface: 0.0.0.0:9808", _is_port
 )
 
 
@@ -27,5 +27,5 @@ class MetricsSettings(SettingsGroup):
     """The setting of the metrics."""
 
     #: The TCP port on which a worker serves its metrics to Prometheus, on 127.0.0.1 unless another
-    #: address stands before it, as in "0.0.0.0:9808". None: it serves none.
+    #: address stands before it, as in "0.0.0.0:9808". None: no metrics are served.
     metrics_port: Annotated[int | str | None, _METRICS_PORT] = None
