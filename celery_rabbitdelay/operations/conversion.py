@@ -1,14 +1,13 @@
-"""Converts messages that wait elsewhere into messages of the levels.
+"""Converts messages of other levels, or of Celery's own delays, into messages of the levels.
 
-:class:`Migration` is for other levels of this package. Celery's native delayed delivery (kombu's
-``native_delayed_delivery``) is a chain of 28 queues, one for each bit of the delay in seconds.
-There, a routing key consists of these bits and of the destination's own key, and the headers of a
-message give its due time. If they lack it, the message waits for the longest time that the rest of
-its chain can take, so that it is never early.
+:class:`Migration` is for other levels of this package. :class:`NativeChain` is for Celery's native
+delayed delivery (kombu's ``native_delayed_delivery``): a chain of 28 queues, one per bit of the
+delay in seconds. A routing key there consists of these bits and the destination's own key, and the
+headers of a message have its due time. Without a due time, the message waits for the longest time
+that the rest of its chain can take, so that it is never early.
 
-A message keeps its due time, and so waits in the new levels for the rest of its delay. Producers
-and workers may run meanwhile: messages that come due in the old levels reach their queues from
-there.
+A message keeps its due time, so it waits in the new levels for the rest of its delay. Producers and
+workers may run meanwhile: the old levels still deliver the messages that come due in them.
 """
 
 from __future__ import annotations
@@ -65,9 +64,9 @@ class Migration:
     Attributes:
         source: The topology that the messages are in.
         target: The topology that they go to.
-        ensure: Called with the name of each destination queue.
-        signing_keys: What verifies and signs messages; None: signatures stay as they are.
-        vouches: Whether messages without a valid signature are signed.
+        ensure: Binds a destination queue to the target, by its name.
+        signing_keys: The keys that verify and sign messages; None: signatures stay as they are.
+        vouches: Whether to sign messages without a valid signature.
     """
 
     source: Topology
@@ -82,18 +81,18 @@ class Migration:
         Args:
             message: The message.
             queue: The queue that it was in.
-            until_ms: Until when it waits in the levels, in milliseconds since 1970-01-01 UTC; None
-                for its due time.
+            until_ms: When it leaves the levels, in milliseconds since 1970-01-01 UTC; None for its
+                due time.
 
         Raises:
-            UnprocessableMessage: The message cannot be one of these levels.
+            UnprocessableMessage: The message cannot come from these levels.
             Stay: Its routing key belongs to other levels, or only a later version can read it.
         """
         modules, given = self.source.module_queues, headers_of(message)
         info = message.delivery_info or {}
         key = info["routing_key"]
         if queue == modules.undeliverable.name:
-            # The broker's headers, which give the reason, are removed.
+            # The reason is kept, because the broker's headers, which show it, are removed.
             reason = examine(given, self.source, key).reason
             kept = WaitingMessage.unopened(message).saying(reason=reason)
             return Outgoing(self.target.module_queues.undeliverable.exchange.name, key, kept)
@@ -106,10 +105,10 @@ class Migration:
         if queue in (modules.checkin.name, modules.meditation.name):
             return self._waiting(message, key, until_ms)
         if message.properties.get("type") == PROBE_TYPE:
-            # It is no task, and is dropped there.
+            # A probe is not a task; it is dropped there.
             return Outgoing("", self.target.probe.name, WaitingMessage.unopened(message))
         if self.source.keys.digits(key) is None:
-            raise Stay("its routing key is of another layout: see the --from options")
+            raise Stay("its routing key belongs to another layout: see the --from options")
         word, named = key.split(".")[-1], WaitingMessage.unopened(message).headers.queue
         if word == routing_key.encode_destination(routing_key.DISTRIBUTION):
             return self._waiting(message, routing_key.DISTRIBUTION, until_ms)
@@ -127,7 +126,7 @@ class Migration:
             why = shortened(given[UNREADABLE])
             raise exceptions.UnprocessableMessage(f"it cannot be read: {why}")
         header_names.refuse_sender_selected(given)
-        # A message in the levels has no expiration, so that they drop none before it is due.
+        # With an expiration, the message could leave the levels before it is due.
         waiting = WaitingMessage.unopened(message).having(expiration=None)
         due_ms = waiting.headers.due_ms
         if due_ms is None:
@@ -139,7 +138,7 @@ class Migration:
             self.signing_keys is not None and self.signing_keys.verifies(*waiting)
         )
         if self.target.queue_type == "quorum":
-            # A priority that classic queues have taken.
+            # The source may have been classic queues, which keep high priorities.
             lowered = waiting.with_low_priority()
             if lowered is not waiting and waiting.headers.queue is not None:
                 destination = routing_key.DISTRIBUTION
@@ -148,7 +147,7 @@ class Migration:
             self.ensure(destination)
         due = Due.until(due_ms if until_ms is None else until_ms)
         if is_authentic:
-            # It may have another priority in its headers; and the first key signs.
+            # The priority in the headers may have changed; also, sign with the first key.
             waiting = signed(waiting, self.signing_keys)
         return forwarding.into_levels(self.target, waiting, due, destination)
 
@@ -157,18 +156,18 @@ def check_places(source: Place, target: Place) -> None:
     """Check that two topologies share no queue.
 
     Raises:
-        SameTopology: They have the same prefix, in the same virtual host of the same broker.
+        SameTopology: Both have the same prefix in the same virtual host of the same broker.
         OSError: A broker cannot be reached.
     """
     prefix = target.topology.prefix
     if source.topology.prefix != prefix:
         return
-    name = f"{prefix}.same.{uuid4()}"  # which the user may declare
+    name = f"{prefix}.same.{uuid4()}"  # a name that the user may declare
     one, other = source.connection, target.connection
     with one.clone(heartbeat=0) as first, other.clone(heartbeat=0) as second:
         connect(first)
         Queue(name, exclusive=True)(first.default_channel).queue_declare()
-        # It is locked where it is the same virtual host, whatever its address.
+        # The queue is locked if both are the same virtual host, even under different addresses.
         with suppress(ResourceLocked):
             if declaration.queue_counts(second, [Queue(name)])[name] is None:
                 return
@@ -176,10 +175,10 @@ def check_places(source: Place, target: Place) -> None:
 
 
 def check_source(source: Place) -> None:
-    """Check that a topology is declared as it is described.
+    """Check that a topology is declared with its settings.
 
     Raises:
-        LayoutConflict: Another layout is declared under its prefix; it says which settings differ.
+        LayoutConflict: Another layout is declared under its prefix; the error has the differences.
         TopologyIncomplete: None of its queues exists.
         OSError: The broker cannot be reached.
     """
@@ -193,11 +192,11 @@ def check_source(source: Place) -> None:
 #: The number of queues in a chain, and of bits in a routing key.
 BITS: Final = 28
 
-#: The reason for which a task is left as it should be.
+#: The reason of tasks that correctly stay in the chain.
 KEEPS_OWN: Final = "its task has rabbitdelay=False"
 
-#: Milliseconds by which a due time may be earlier than the chain, which counts in whole seconds
-#: from the moment when the broker receives the message.
+#: Milliseconds by which a due time may be earlier than the end of the chain, which counts whole
+#: seconds from the arrival at the broker.
 SLACK_MS: Final = 2000
 
 _BITS = re.compile(rf"((?:[01]\.){{{BITS}}})(.*)", re.DOTALL)
@@ -218,11 +217,11 @@ class NativeChain:
     """Converts the tasks in Celery's native delayed delivery into delayed tasks.
 
     Attributes:
-        producer: Makes the messages; nothing is published with it.
+        producer: Makes the messages; it publishes nothing.
         timezone: The application's time zone.
         queues: The queues that the application knows.
-        ensure: Called with the name of each queue that messages are for.
-        keeps_own: Returns whether a task, by its name, keeps Celery's own delays.
+        ensure: Binds a destination queue to the levels, by its name.
+        keeps_own: Returns whether a task, by its name, has ``rabbitdelay=False``.
     """
 
     producer: DelayedProducer
@@ -235,7 +234,7 @@ class NativeChain:
         """Return what to publish for a message.
 
         Raises:
-            Stay: Its destination is unknown, or the levels do not take it.
+            Stay: Its destination is unknown, or the levels cannot hold it.
         """
         headers = headers_of(message)
         eta = eta_of(headers.get("eta"), self.timezone)
@@ -256,11 +255,11 @@ def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[D
     Args:
         message: The message.
         queue: The queue of the chain that it was in, whose name ends with its level.
-        due: The due time that its headers give. It counts unless it is earlier than the shortest
-            time that the chain can take; if it does not count, the longest time does.
+        due: The due time in its headers. If it is missing, or earlier than the chain can end, the
+            latest end of the chain is used instead.
 
     Raises:
-        Stay: The routing key is not one of a chain, or the message cannot be read.
+        Stay: The routing key is not a chain's, or the message cannot be read.
     """
     if UNREADABLE in headers_of(message):
         raise Stay("its properties cannot be read")
@@ -269,7 +268,7 @@ def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[D
     if found is None:
         raise Stay("its routing key does not begin with 28 bits")
     level = int(queue.rpartition("_")[2])
-    # The higher levels are behind it.
+    # The message has passed the higher levels.
     longest = int(found[1].replace(".", "")[-(level + 1) :], 2)
     least = max(longest - 2**level, 0)
     if due is None or due.delay_ms < least * 1000 - SLACK_MS:
@@ -280,15 +279,15 @@ def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[D
 def routed(
     producer: DelayedProducer, message: WaitingMessage, queue: Queue | None, due: Due
 ) -> Outgoing:
-    """Return a message as it waits in the levels, signed; see :meth:`.DelayedProducer.routed`.
+    """Return a message for the levels, signed; see :meth:`.DelayedProducer.routed`.
 
     Raises:
-        Stay: No worker serves a module that it needs, or takes it from that.
+        Stay: No worker serves a module that it needs, or it is too large for that module.
     """
     try:
         delayed = producer.routed(message, queue, due)
     except exceptions.NeedsDistribution as error:
-        raise Stay("it needs distribution, which rabbitdelay_modules lacks") from error
+        raise Stay("it needs distribution, which rabbitdelay_modules does not include") from error
     except (exceptions.DelayTooLong, exceptions.MessageTooLarge) as error:
         raise Stay(str(error)) from error
     address = partial(producer.address, delayed, due)
@@ -296,9 +295,9 @@ def routed(
 
 
 def _destination(queues: Sequence[Queue], routing_key: str) -> Destination:
-    """Return the destination of a task, by the patterns that the end of Celery's chain is bound by.
+    """Return a task's destination, by the bindings of the last exchange of Celery's chain.
 
-    See ``bind_queue_to_native_delayed_delivery_exchange``: they begin with ``#``.
+    Their patterns begin with ``#``: see ``bind_queue_to_native_delayed_delivery_exchange``.
     """
     bound = [
         (exchange.name, key)

@@ -1,4 +1,4 @@
-"""``celery rabbitdelay migrate``, ``transfer`` and ``adopt``: move messages that wait elsewhere."""
+"""``celery rabbitdelay migrate``, ``transfer`` and ``adopt``: move messages into the levels."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from celery_rabbitdelay.operations.source import waiting
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-#: How many reasons and queues the text names; ``--json`` names all of them.
+#: The most reasons and queues in the text; ``--json`` has all of them.
 MAX_NAMED: Final = 10
 
 
 class Pace(NamedTuple):
-    """How messages are moved.
+    """Options of a move.
 
     Attributes:
-        timeout: Seconds in which a broker has to answer, and the target to come back.
-        rate: The most messages that are moved in a second.
+        timeout: Seconds for an answer of a broker, and for the target to come back.
+        rate: The most messages that are moved a second.
         dry_run: Whether to count the messages, and move none.
     """
 
@@ -54,7 +54,7 @@ _move_options: Final = shared.as_one(
         type=shared.seconds_type,
         default=60.0,
         show_default=True,
-        help="In which time a broker has to answer, and the target to come back.",
+        help="Seconds for an answer of a broker, and for the target to come back.",
     ),
     click.option(
         "--rate",
@@ -70,14 +70,14 @@ _source_options: Final = shared.options(
     click.option(
         "--ignore-registry",
         is_flag=True,
-        help="Move even if the registry's prefix differs; cancelled tasks then run.",
+        help="Move even if the registry's prefix differs: cancelled tasks then run.",
     ),
-    click.option("--sign", is_flag=True, help="Sign messages that have no valid signature, too."),
+    click.option("--sign", is_flag=True, help="Also sign messages without a valid signature."),
     click.option(
         "--allow",
         multiple=True,
         metavar="PATTERN",
-        help="Also bind queues of this name or pattern, which the application does not name.",
+        help="Also bind queues of this name, which the application does not have; or a pattern.",
     ),
     click.option("--from-prefix", help="Their rabbitdelay_prefix."),
     click.option(
@@ -93,11 +93,11 @@ _source_options: Final = shared.options(
 @_source_options
 @_move_options
 def migrate(pace: Pace, **options: Any) -> None:
-    """Move all messages that wait in other levels of this broker into the application's.
+    """Move all messages from other levels of this broker into the application's levels.
 
     The --from options describe the levels that are emptied; omitted ones default to the
-    application's settings. Producers and workers may run meanwhile. The command can be ended at any
-    time and started again.
+    application's settings. Producers and workers may run meanwhile. The command can be interrupted
+    at any time, and started again.
     """
     shared.delays()  # checks the application
     _migrate(shared.app().connection_for_write(), pace, **options)
@@ -114,10 +114,10 @@ def migrate(pace: Pace, **options: Any) -> None:
 @_source_options
 @_move_options
 def transfer(from_url: str, pace: Pace, **options: Any) -> None:
-    """Move all messages that wait on another broker or virtual host into the application's levels.
+    """Move all messages of another broker or virtual host into the application's levels.
 
     Works between any two versions of RabbitMQ. Otherwise it behaves like migrate. The connection to
-    an amqps:// URL uses the application's broker_use_ssl, that to an amqp:// URL is not encrypted.
+    an amqps:// URL uses the application's broker_use_ssl; an amqp:// URL is not encrypted.
     """
     shared.delays()  # checks the application
     _migrate(broker_at(shared.app(), from_url), pace, **options)
@@ -166,9 +166,9 @@ def _check_registry(delays: Delays, prefix: str) -> None:
     known = delays.setting("registry_prefix") or delays.settings.prefix
     if delays.setting("registry_url") and known != prefix:
         raise click.UsageError(
-            f"the registry of this application has the prefix {known!r}, and knows nothing of the "
-            f"tasks that were sent under {prefix!r}: those that are cancelled would run. Set "
-            f"rabbitdelay_registry_prefix = {prefix!r}, or say --ignore-registry"
+            f"the registry of this application has the prefix {known!r}, and does not know the "
+            f"tasks that were sent under {prefix!r}: cancelled tasks would run. Set "
+            f"rabbitdelay_registry_prefix = {prefix!r}, or give --ignore-registry"
         )
 
 
@@ -176,10 +176,10 @@ def _check_registry(delays: Delays, prefix: str) -> None:
 @click.option("--chain-prefix", default="", help="Celery's broker_native_delayed_delivery_prefix.")
 @_move_options
 def adopt(chain_prefix: str, pace: Pace) -> None:
-    """Take over the tasks in Celery's native delayed delivery on the application's broker.
+    """Move all tasks from Celery's native delayed delivery into the application's levels.
 
-    Each keeps its due time. Deploy producers that use the levels first. The command can be ended at
-    any time and started again.
+    Tasks keep their due times. First deploy producers that use the levels. The command can be
+    interrupted at any time, and started again.
     """
     settings, app = shared.delays().settings, shared.app()
     destinations = Destinations(_target(), app.amqp.queues)
@@ -205,12 +205,12 @@ def _run(
     """Move the messages, or count them, and print the result.
 
     Args:
-        destinations: Binds the queues that the messages are for, at the target; closed at the end.
+        destinations: Binds the destination queues at the target; closed at the end.
         queues: The names of the queues that are emptied.
         convert: Returns what to publish for a message.
-        pace: How they are moved.
-        source: The broker that these are on; None for the target's.
-        check: Called first. It raises an error if nothing can be moved between these levels.
+        pace: The options of the move.
+        source: The broker of these queues; None for the target's.
+        check: Called first; raises an error if messages cannot be moved between these levels.
     """
     target = destinations.target
     there = target.connection if source is None else source
@@ -231,14 +231,14 @@ def _run(
     except shared.BROKER_ERRORS as error:
         why = (
             f"{mover.result.moved:,} messages are moved, {mover.result.copies:,} others may exist "
-            "twice, and the rest is where it was; start it again to go on"
+            "twice, and the rest is still in its queues; start it again to go on"
         )
         if not (mover.result.moved or isinstance(error, amqp.AMQPError)):
             why = "cannot reach a broker"
         shared.fail(error, f"{why}: {error}", EX_UNAVAILABLE)
     missing, unnamed = sorted(destinations.missing), sorted(destinations.unnamed)
-    told = {**vars(moved), "missing_queues": missing, "unnamed_queues": unnamed}
-    shared.answer(told, _lines(moved, missing, unnamed))
+    answer = {**vars(moved), "missing_queues": missing, "unnamed_queues": unnamed}
+    shared.answer(answer, _lines(moved, missing, unnamed))
     is_left = moved.left.keys() - {conversion.KEEPS_OWN}
     if is_left or moved.undeliverable or unnamed or not moved.finished:
         raise SystemExit(shared.FAILED)
@@ -253,16 +253,16 @@ def _lines(moved: Moved, missing: Sequence[str], unnamed: Sequence[str]) -> Iter
     if moved.copies:
         yield f"  {moved.copies:,} may exist twice: a connection was lost"
     if not moved.finished:
-        yield "  ended before all was moved; start it again to go on"
+        yield "  ended before all messages were moved; start it again to go on"
     if missing:
         names = shared.first_of(missing, MAX_NAMED)
-        yield f"  these queues do not exist; distribution tries them later: {names}"
+        yield f"  these queues do not exist; distribution retries them when tasks are due: {names}"
     if unnamed:
         yield (
-            "  not bound, because the application does not name them; their messages wait until "
-            "these queues are bound, and are undeliverable rabbitdelay_retry_for (a day) after "
-            "they are due. Start a worker that consumes from them, or call "
-            "celery_rabbitdelay.kombu.bind_destination; --allow binds further ones: "
+            "  these queues are not bound: the application does not name them. Their messages "
+            "wait until the queues are bound, and become undeliverable rabbitdelay_retry_for (a "
+            "day) after they are due. Start a worker that consumes from the queues, call "
+            "celery_rabbitdelay.kombu.bind_destination, or give --allow: "
             f"{shared.first_of(unnamed, MAX_NAMED)}"
         )
 
@@ -270,18 +270,18 @@ def _lines(moved: Moved, missing: Sequence[str], unnamed: Sequence[str]) -> Iter
 def broker_at(application: celery.Celery, url: str) -> Connection:
     """Return a connection to another broker than the application's; it is not opened.
 
-    To an ``amqps://`` URL it uses the application's ``broker_use_ssl``, but checks the certificate
-    for the host of the URL if that has a ``server_hostname``; to any other URL no TLS.
+    An ``amqps://`` URL uses the application's ``broker_use_ssl``, with the URL's host in place of
+    its ``server_hostname``; any other URL uses no TLS.
 
     Raises:
-        click.UsageError: The URL is malformed, or not one of RabbitMQ.
+        click.UsageError: The URL is malformed, or not a URL of RabbitMQ.
     """
     shown = shown_url.without_password(url)
     if "@" in url and "://" not in url:
         raise click.UsageError(f"{shown!r} is not a URL such as amqp://host")
     tls, own = application.conf.broker_use_ssl, "server_hostname"
     if isinstance(tls, Mapping):
-        # A copy: instead of None, kombu writes the host of the connection into the dict.
+        # A copy: kombu replaces None in the dict by the host of the connection.
         tls = {name: None if name == own else each for name, each in tls.items()}
     ssl = (tls or True) if url.startswith("amqps:") else False
     connect = partial(application.connection_for_write, url, ssl=ssl)
@@ -290,7 +290,7 @@ def broker_at(application: celery.Celery, url: str) -> Connection:
 
 @contextmanager
 def set_by_ctrl_c(stopping: Event) -> Iterator[None]:
-    """Let Ctrl-C, or SIGTERM, set an event; a second one ends the command as usual."""
+    """Set an event at Ctrl-C or SIGTERM; a second one ends the command as usual."""
 
     def stop(number: int, frame: object) -> None:
         signal.signal(number, former[signal.Signals(number)])

@@ -1,8 +1,8 @@
-"""Takes messages from queues: to look at them, or to acknowledge what was published elsewhere.
+"""Takes messages from queues, to read them or to move them.
 
-AMQP has no method that looks at a message and leaves it in its queue. A message is delivered, stays
-unacknowledged while it is looked at or published elsewhere, and is then acknowledged or requeued.
-If the process dies meanwhile, the broker requeues it.
+AMQP cannot read a message and leave it in its queue. Therefore a message is consumed, stays
+unacknowledged while it is read or published elsewhere, and is then acknowledged or requeued. If the
+process dies meanwhile, the broker requeues the message.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from celery_rabbitdelay.publishing.kombu_internals import connect, conversation,
 #: Seconds without a message until :meth:`Source.take` returns.
 SILENCE: Final = 0.2
 
-#: How often the broker is asked something about the queues before the channel is closed, so that
-#: they have received all acknowledgements by then: a channel passes only 32 of them at a time to a
-#: quorum queue, and forgets the others when it is closed (measured on 3.10.8).
+#: Round trips to the queues before the channel is closed, so that the queues have received all
+#: acknowledgements. A channel passes only 32 of them at a time to a quorum queue, and drops the
+#: rest when it is closed (measured on 3.10.8).
 BARRIERS: Final = 3
 
-#: Messages that the broker sends ahead of a reader.
+#: The prefetch of a reader.
 AHEAD: Final = 1000
 
-#: The priority of a reader. That of other consumers is 0, so they receive messages first.
+#: The priority of a reader. Other consumers have priority 0, so they receive messages first.
 READERS_PRIORITY: Final = -10
 
-#: Rounds without a message from queues that have some, after which others receive them.
+#: Rounds without a message from non-empty queues, after which another consumer must have them.
 MOST_IDLE_ROUNDS: Final = 3
 
-#: Seconds that an answer of the broker may take.
+#: Seconds for an answer of the broker.
 ANSWER_TIMEOUT: Final = 30.0
 
-#: Seconds after which the broker may take back what a reader holds: less than its
-#: ``consumer_timeout`` of 30 minutes
+#: The most seconds that a reader holds messages: less than the broker's ``consumer_timeout`` of 30
+#: minutes
 #: (https://www.rabbitmq.com/docs/consumers#acknowledgement-timeout).
 MOST_SECONDS: Final = 1500.0
 
-#: Seconds in which requeued messages have to be ready again, and between two looks at that.
+#: Seconds to wait until requeued messages are ready again, and between two looks.
 PUT_BACK_TIMEOUT: Final = 5.0
 LOOK_EVERY: Final = 0.02
 
 
 class SourceLost(OSError):
-    """The queues cannot be read any more: the connection is lost, or the broker refuses.
+    """The connection to the queues is lost, or the broker refuses to let them be read.
 
-    The broker has requeued all unacknowledged messages, or does so when the connection is closed.
+    The broker requeues all unacknowledged messages, at the latest when the connection is closed.
     """
 
 
@@ -69,16 +69,16 @@ class Source:
 
     Args:
         like: A connection to the broker; another one like it is opened.
-        timeout: Seconds that an answer of the broker may take.
-        priority: The priority of its consumers; that of others is 0.
+        timeout: Seconds for an answer of the broker.
+        priority: The priority of its consumers; others have priority 0.
 
     Attributes:
         connection: The connection.
         channel: Its channel.
-        errors: The errors that mean that the connection, or its channel, is lost.
+        errors: The errors of a lost connection or channel.
         frame_max: The largest frame, in bytes.
-        received: The messages that have arrived and were not taken yet.
-        to_acknowledge: The delivery tags of messages that :meth:`acknowledge` acknowledges.
+        received: Messages that have arrived and were not taken yet.
+        to_acknowledge: The delivery tags for the next :meth:`acknowledge`.
 
     Raises:
         OSError: The broker cannot be reached.
@@ -86,11 +86,11 @@ class Source:
     """
 
     def __init__(self, like: Connection, timeout: float, priority: int = 0) -> None:
-        # Without heartbeats: nothing may be read for longer than they allow.
+        # Without heartbeats: the pauses between two reads may be longer than they allow.
         self.connection = like.clone(heartbeat=0)
         self._timeout = timeout
         self._arguments = {"x-priority": priority}
-        connect(self.connection)  # where a channel of kombu's would try for ever
+        connect(self.connection)  # opening a channel would make kombu retry forever
         wire.read_unreadable_properties(self.connection)
         self.errors = self.connection.connection_errors + self.connection.channel_errors
         self._wire = wire.Wire(self.connection)
@@ -101,7 +101,7 @@ class Source:
         self.received: deque[amqp.Message] = deque()
         self.to_acknowledge: list[int] = []
         self._last_tag = 0
-        #: How many messages were taken and are not acknowledged.
+        #: How many messages were received and are not acknowledged.
         self._held = 0
         self._prefetch = 0
         self._numbers = count(1)
@@ -112,22 +112,21 @@ class Source:
         self.channel.auto_decode = False
 
     def ready(self, queues: Sequence[str]) -> dict[str, int]:
-        """Return how many messages are ready in each queue that has some."""
+        """Return the number of ready messages in all non-empty queues."""
         with self._answers():
             return waiting(self.connection, queues)
 
     def consume(self, queues: Sequence[str], prefetch: int) -> None:
-        """Begin to take messages from queues.
+        """Start to consume queues.
 
-        Each call uses consumer tags of its own; see :data:`.SAME_CONSUMER_TAG`.
+        Every call uses new consumer tags; see :data:`.SAME_CONSUMER_TAG`.
 
         Args:
             queues: Their names.
-            prefetch: How many messages are taken from each before one is acknowledged, not counting
-                those of former calls.
+            prefetch: The prefetch per queue, not counting messages of former calls.
 
         Raises:
-            SourceLost: The broker refuses one of them, or cannot be reached.
+            SourceLost: The broker refuses a queue, or cannot be reached.
         """
         self._consumed.update(queues)
         self._prefetch = prefetch
@@ -141,7 +140,7 @@ class Source:
                     tag,
                     callback=partial(self._receive, queue),
                     arguments=self._arguments,
-                    # One answer for all: the broker closes the channel if it refuses one of them.
+                    # One answer for all queues: the broker closes the channel if it refuses one.
                     nowait=queue != queues[-1],
                 )
 
@@ -166,7 +165,7 @@ class Source:
 
         Args:
             queue: Its name.
-            limit: How many messages to read at most.
+            limit: The most messages to read.
 
         Raises:
             amqp.exceptions.NotFound: The queue does not exist.
@@ -175,7 +174,7 @@ class Source:
         with self._in_time():
             ready_in(self.connection, queue)
         began, taken, idle = time.monotonic(), 0, 0
-        # Silence proves nothing: the broker may be slow, or another consumer may receive them.
+        # Silence does not mean empty: the broker may be slow, or another consumer may have them.
         while taken < limit and idle < MOST_IDLE_ROUNDS and self.ready([queue]):
             before, end = taken, min(taken + AHEAD, limit)
             self.consume([queue], end - taken)
@@ -192,28 +191,28 @@ class Source:
             idle = 0 if taken > before else idle + 1
 
     def acknowledge(self) -> None:
-        """Acknowledge the messages in ``to_acknowledge``; the broker has received that then."""
+        """Acknowledge the messages in ``to_acknowledge``, and wait until the broker knows."""
         if not self.to_acknowledge:
             return
         with self._answers():
             frames = wire.settle_frames(self.channel.channel_id, wire.ACK, self.to_acknowledge)
             self._wire.write(frames, self._timeout)
-            # Answered behind them. What is on its way when a process is killed may be lost.
+            # Answered after the acknowledgements, which may be lost if the process is killed now.
             self.channel.basic_qos(0, self._prefetch, False)
             self._held -= len(self.to_acknowledge)
             self.to_acknowledge = []
 
     def cancel(self) -> None:
-        """Cancel the consumers; ``take`` still returns messages that have arrived already."""
+        """Cancel the consumers; ``take`` still returns messages that have already arrived."""
         if not self._consumer_tags:
             return
         with self._answers():
             while self._consumer_tags:
                 self.channel.basic_cancel(self._consumer_tags.pop(), nowait=True)
-            self.channel.basic_qos(0, self._prefetch, False)  # answered behind them
+            self.channel.basic_qos(0, self._prefetch, False)  # answered after the cancels
 
     def close(self) -> None:
-        """Requeue the messages that are not acknowledged, and close the connection."""
+        """Requeue unacknowledged messages, and close the connection."""
         with suppress(OSError):
             self.cancel()
             self.acknowledge()
@@ -226,7 +225,7 @@ class Source:
         self.drop()
 
     def _give_back(self) -> None:
-        # Where it keeps the order, because a closed channel may count as a failed delivery.
+        # basic.nack, where it keeps the order: a closed channel may count as a failed delivery.
         if self._held and self._last_tag and not ORDER_OF_REQUEUED.is_in(self._version):
             tags = [self._last_tag]
             frames = wire.settle_frames(self.channel.channel_id, wire.REQUEUE, tags, multiple=True)
@@ -234,9 +233,9 @@ class Source:
         self.channel.close()
 
     def _wait_until_back(self, queues: Sequence[str]) -> None:
-        """Wait until requeued messages are ready, so that the next look finds them.
+        """Wait until requeued messages are ready, so that the next reader finds them.
 
-        Another consumer may have taken them, so the wait is short.
+        Another consumer may receive them, so the wait is short.
         """
         deadline = time.monotonic() + PUT_BACK_TIMEOUT
         while self._held and time.monotonic() < deadline:
@@ -245,24 +244,24 @@ class Source:
             time.sleep(LOOK_EVERY)
 
     def drop(self) -> None:
-        """Close the connection; the broker requeues what is not acknowledged."""
+        """Close the connection; the broker requeues unacknowledged messages."""
         with suppress(*self.errors):
             drop_connection(self.connection)
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
-        """Bound each wait for an answer; if the block is interrupted, drop the connection."""
+        """Limit waits for answers; if the block is interrupted, drop the connection."""
         with conversation(self.connection), self._wire.answers_within(self._timeout):
             yield
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
-        """Bound each wait for an answer; raise errors as :class:`SourceLost`."""
+        """Limit waits for answers; raise errors as :class:`SourceLost`."""
         try:
             with self._in_time():
                 yield
         except self.errors as lost:
-            raise SourceLost(f"the queues cannot be read any more: {lost}") from lost
+            raise SourceLost(f"the queues can no longer be read: {lost}") from lost
 
 
 def ready_in(connection: Connection, queue: str) -> int:
@@ -273,7 +272,7 @@ def ready_in(connection: Connection, queue: str) -> int:
         queue: Its name.
 
     Raises:
-        amqp.exceptions.NotFound: It does not exist.
+        amqp.exceptions.NotFound: The queue does not exist.
     """
     found = declaration.queue_counts(connection, [Queue(queue)])[queue]
     if found is None:
@@ -282,7 +281,7 @@ def ready_in(connection: Connection, queue: str) -> int:
 
 
 def waiting(connection: Connection, queues: Sequence[str]) -> dict[str, int]:
-    """Return how many messages are ready in each of several queues that has some.
+    """Return the number of ready messages in all non-empty queues of a list.
 
     Args:
         connection: A connection to the broker.

@@ -20,7 +20,7 @@ REGISTRY = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
         ("migrate --from-layout [[", {}, "is not JSON"),
         ("migrate --from-layout hexadecimal", {}, "rabbitdelay_layout"),
         ("migrate --rate 0", {}, "--rate"),
-        ("migrate --from-prefix old", REGISTRY, "those that are cancelled would run"),
+        ("migrate --from-prefix old", REGISTRY, "cancelled tasks would run"),
         ("undeliverable redrive --to x.celery.pidbox", {}, "belongs to the levels, to the broker"),
         ("undeliverable purge", {}, "give --yes"),
         ("pause --task x --queue y", REGISTRY, "give --task, or --queue"),
