@@ -1,16 +1,16 @@
-"""The operator's work with messages that wait, from what it does to its commands.
+"""The operator's commands for waiting messages.
 
-* To look: ``status`` (what waits, and what is due next), and ``verify`` (what on the broker breaks
-  a promise) with ``inventory`` and ``checks``; ``management`` asks the management API, and
-  ``quirks`` names where versions of RabbitMQ differ.
-* To lay out: ``export`` (the topology in other formats), ``permissions`` (what each user needs) and
-  ``delete``.
+* To look: ``status`` (waiting messages and the next due time), and ``verify`` (faults on the
+  broker) with ``inventory`` and ``checks``; ``management`` is the management API, and ``quirks``
+  lists the differences between versions of RabbitMQ.
+* To lay out: ``export`` (the topology in other formats), ``permissions`` (of the broker's users)
+  and ``delete``.
 * To move messages: ``source`` takes them from queues, ``mover`` publishes them elsewhere and
-  acknowledges them once they are confirmed, and ``conversion`` converts those of other levels and
-  mechanisms; ``move_commands`` has ``migrate``, ``transfer`` and ``adopt``.
-* ``undeliverable`` reads, redrives and deletes what could not be delivered; ``reasons`` says why a
-  message could not be, and ``redriving`` decides what may go where.
+  acknowledges them once they are confirmed, and ``conversion`` converts messages of other levels
+  and of Celery's own delays; ``move_commands`` has ``migrate``, ``transfer`` and ``adopt``.
+* ``undeliverable`` reads, redrives and deletes undeliverable messages; ``reasons`` finds out why a
+  message is undeliverable, and ``redriving`` decides whether it may leave.
 
-It stands on the kernel alone; only ``status`` asks other additions, where the settings name a
+This package imports only the kernel. ``status`` asks other additions if the settings name a
 registry.
 """

@@ -1,4 +1,4 @@
-"""``celery rabbitdelay delete``: the levels, while nothing waits in them."""
+"""``celery rabbitdelay delete``: delete empty levels from the broker."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ TOTALS_AGE: Final = 6.0
     help="Also delete queues in which messages wait, or that workers serve: lose the messages.",
 )
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
 @management_option
 @shared.topology_options
 def delete(
     force: bool, yes: bool, dry_run: bool, management: str | None, **options: object
 ) -> None:
-    """Delete the levels from the broker; the queues of tasks stay.
+    """Delete the levels from the broker; task queues stay.
 
-    Stop producers and workers first: a message that is published meanwhile is lost, and so is one
-    that a worker holds. Messages that dead-lettering holds, because the queue of a task refuses
-    them, are seen only where the management API answers.
+    Stop producers and workers first: messages that are published meanwhile, or that a worker holds,
+    are lost. Messages that dead-lettering holds, because a task queue refuses them, are only seen
+    through the management API.
     """
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json cannot ask: give --yes or --dry-run")
@@ -124,6 +124,6 @@ def _with_held(
 
 def _ask(prefix: str, messages: int) -> None:
     if not sys.stdin.isatty():
-        raise click.UsageError("the standard input is no terminal: give --yes or --dry-run")
+        raise click.UsageError("the standard input is not a terminal: give --yes or --dry-run")
     lost = f" and lose {messages:,} messages" if messages else ""
     click.confirm(f"Delete the levels of {prefix}{lost}?", abort=True, err=True)

@@ -2,8 +2,8 @@
 
 ``rabbitmqctl import_definitions``, the management page and ``load_definitions`` of
 ``rabbitmq.conf`` read a definitions file (https://www.rabbitmq.com/docs/definitions). The Terraform
-module is for the provider ``cyrilgdn/rabbitmq``; the file ``module.tf`` has the names of values, as
-``@name@``, in place of what differs.
+module is for the provider ``cyrilgdn/rabbitmq``; its template, ``module.tf``, has placeholders such
+as ``@name@``.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def _seconds(length_ms: int) -> float:
 
 
 def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[Json]]:
-    """Return the exchanges, queues and bindings that ``declare`` makes.
+    """Return the exchanges, queues and bindings that ``declare`` creates.
 
     The guard, which refuses other layouts under the prefix, is the first exchange. The marker,
     which shows that the topology is complete, is the last one.
 
-    The virtual host has to exist: an import that names it would reset its description, its tags
-    and its default queue type.
+    The virtual host has to exist, and is not in the file: importing it would reset its description,
+    its tags and its default queue type.
 
     Args:
         topology: The topology.
-        vhost: The virtual host that they belong to.
+        vhost: Their virtual host.
     """
     queues = (*topology.queues, topology.probe)
     return {
@@ -66,8 +66,8 @@ _PREFIX: Final = "@name@"
 def as_terraform(topology: Topology, vhost: str = "/") -> str:
     """Return the text of a Terraform module, ``main.tf``.
 
-    Its inputs are ``name``, ``vhost`` and ``max_delay``. Its ``locals`` hold what it makes, with
-    the names behind the prefix; they are written as JSON, which HCL includes.
+    Its inputs are ``name``, ``vhost`` and ``max_delay``. Its ``locals`` hold the exchanges, queues
+    and bindings, named without the prefix, as JSON, which is valid HCL.
 
     Args:
         topology: The topology; its prefix is the default of the input ``name``.
@@ -125,10 +125,10 @@ def _table(entries: Mapping[str, object]) -> str:
     required=True,
     help="A Terraform module, or a definitions file for RabbitMQ.",
 )
-@click.option("--vhost", help="The virtual host; that of the application's broker if omitted.")
+@click.option("--vhost", help="The virtual host; by default that of the application's broker.")
 @shared.topology_options
 def export(format_name: str, vhost: str | None, **options: object) -> None:
-    """Print the topology in another format. No broker is asked, and nothing is declared."""
+    """Print the topology in another format. No broker is contacted."""
     topology = shared.topology(options)
     host = shared.app().connection_for_write().virtual_host or "/" if vhost is None else vhost
     if format_name == "terraform":

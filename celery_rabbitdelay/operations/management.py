@@ -90,28 +90,28 @@ class ManagementAPI:
         self._path = parts.path.rstrip("/")
 
     def get(self, *path: str, **query: str) -> Any:
-        """Return what the API says under a path.
+        """Return the API's answer for a path.
 
         Args:
             *path: The words of the path behind ``/api``; they are quoted.
             **query: The query.
 
         Raises:
-            ManagementUnavailable: It does not answer, or not with JSON, or refuses.
+            ManagementUnavailable: The API does not answer with JSON, or refuses.
         """
         with self._asked(path, urlencode(query)) as answer:
             return json.load(answer)
 
     def change(self, method: str, *path: str, **values: object) -> None:
-        """Make or delete something.
+        """Create or delete an entity.
 
         Args:
             method: PUT or DELETE.
             *path: As for :meth:`get`.
-            **values: What it is to be.
+            **values: The entity's properties.
 
         Raises:
-            ManagementUnavailable: It does not answer, or refuses.
+            ManagementUnavailable: The API does not answer, or refuses.
         """
         with self._asked(path, method=method, body=json.dumps(values).encode()):
             pass
@@ -160,7 +160,7 @@ def parts_of_url(url: str) -> SplitResult | None:
     """Return the parts of a URL; None if it is malformed, or may be."""
     with suppress(ValueError):
         parts = urlsplit(url)
-        # If "/", "?" or "#" stands in a password, its rest is taken for one of these.
+        # If a password has "/", "?" or "#", its rest ends up in one of these parts.
         rest = f"{parts.path}{parts.query}{parts.fragment}"
         if (
             parts.scheme in PORTS

@@ -25,7 +25,7 @@ variable "vhost" {
 }
 
 variable "max_delay" {
-  description = "The longest delay, in seconds, that the levels have to hold."
+  description = "The longest delay, in seconds, that the levels must hold."
   type        = number
   default     = @max_delay@
 
@@ -43,7 +43,7 @@ locals {
   bindings  = @bindings@
 }
 
-# First: under its name, processes recognize another layout.
+# First: it lets processes detect another layout.
 resource "rabbitmq_exchange" "guard" {
   name  = "${var.name}.${local.guard.name}"
   vhost = var.vhost
@@ -101,7 +101,7 @@ resource "rabbitmq_binding" "all" {
   routing_key      = each.value.routing_key
 }
 
-# Last: where it exists, processes take the levels for complete.
+# Last: if it exists, processes consider the levels complete.
 resource "rabbitmq_exchange" "marker" {
   depends_on = [rabbitmq_queue.all, rabbitmq_binding.all]
 

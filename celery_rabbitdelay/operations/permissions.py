@@ -1,4 +1,4 @@
-"""``celery rabbitdelay permissions``: what each user of the broker needs.
+"""``celery rabbitdelay permissions``: the permissions of a broker's users.
 
 https://www.rabbitmq.com/docs/access-control
 """
@@ -23,14 +23,14 @@ from celery_rabbitdelay.publishing.destination import bindings_of
 #: The users of a broker.
 Role: TypeAlias = Literal["producer", "worker", "check-in", "operator"]
 
-#: The names that kombu and Celery make up for queues: of replies, and at the end of broadcasts'.
+#: The random part of queue names by kombu and Celery: reply queues, and the end of broadcasts'.
 _UUID: Final = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
 class Rights(NamedTuple):
     """The three arguments of ``rabbitmqctl set_permissions``, regular expressions of whole names.
 
-    Each is empty where the user has no such permission.
+    An empty text grants nothing.
     """
 
     configure: str
@@ -54,23 +54,23 @@ def rights(
     may_declare: bool,
     modules: Sequence[str] = (CHECK_IN, DISTRIBUTE, PROBE),
 ) -> Rights:
-    """Return what a user needs.
+    """Return the permissions that a user needs.
 
     Args:
         role: The user.
         topology: The levels.
-        queues: The queues of the tasks that it sends or runs, with their exchanges. Those with
-            ``no_declare`` are declared by somebody else.
-        conf: The configuration of the application, for the names that Celery uses for itself.
+        queues: The queues of the tasks that it sends or runs, with their exchanges. Queues with
+            ``no_declare`` are declared elsewhere.
+        conf: The configuration of the application, for Celery's own names.
         may_declare: Whether ``rabbitdelay_declare`` is "auto".
         modules: The modules that a worker serves.
     """
     prefix = re.escape(topology.prefix)
     everything = rf"{prefix}\..*"
     remote_control = rf"(.*\.)?{re.escape(conf.control_exchange)}\.pidbox"
-    # Each worker has its own queue for a broadcast, and declares it.
+    # A worker declares its own queue for a broadcast.
     lasting = [queue for queue in queues if not isinstance(queue, Broadcast)]
-    # Patterns for all three permissions, and for each.
+    # Patterns for all three permissions, and for a single one.
     full, configure, write, read = list[str](), list[str](), list[str](), list[str]()
     match role:
         case "check-in":
@@ -99,7 +99,7 @@ def rights(
             full += everything, *_declared(lasting), remote_control
             write += r"amq\.default", *_to_declare(lasting, binds=True)
     if role == "producer" and str(conf.result_backend or "").partition(":")[0] == "rpc":
-        # The queue of its results, to which workers publish over the default exchange.
+        # The queue of its results, which workers reach over the default exchange.
         configure.append(_UUID)
         read.append(_UUID)
     return Rights(*(_whole([*full, *own]) for own in (configure, write, read)))
@@ -113,9 +113,9 @@ def _whole(names: Iterable[str]) -> str:
 def topic_rights(topology: Topology, queues: Sequence[Queue]) -> Iterator[TopicRight]:
     r"""Yield the topic permissions of a producer that may delay tasks for some queues only.
 
-    An exchange without a topic permission takes every key, so each of the levels has one. A key has
-    as many digits as there are levels, because a key that matches no binding would reach
-    distribution, which looks into the headers. The expressions end with ``\z``: ``$`` would also
+    An exchange without a topic permission accepts every key, so all levels have one. A key must
+    have as many digits as there are levels, because a key that matches no binding would reach
+    distribution, which reads the headers. The expressions end with ``\z``: ``$`` would also
     match before a line feed at the end of a key.
     """
     shard = r"s[0-9]+\." if topology.shards > 1 else ""
@@ -131,7 +131,7 @@ def topic_rights(topology: Topology, queues: Sequence[Queue]) -> Iterator[TopicR
 def commands(
     user: str, virtual_host: str, given: Rights, topics: Iterable[TopicRight] = ()
 ) -> Iterator[str]:
-    """Yield the commands for a shell that give a user permissions, in place of all former ones."""
+    """Yield the shell commands that replace a user's permissions."""
     where = f"-p {shlex.quote(virtual_host)} {shlex.quote(user)}"
     yield f"rabbitmqctl set_permissions {where} {' '.join(map(_quoted, given))}"
     for exchange, write in topics:
@@ -150,10 +150,10 @@ def _declared(queues: Sequence[Queue]) -> list[str]:
 
 
 def _to_declare(queues: Sequence[Queue], *, binds: bool) -> Iterator[str]:
-    """Yield where else a user writes that declares queues and binds them to the levels.
+    """Yield further names that a user writes to who declares queues and binds them to the levels.
 
-    Where a queue names a dead-letter exchange, or an exchange an alternate one, the broker requires
-    write permission on that when it is declared for the first time.
+    To declare a queue with a dead-letter exchange, or an exchange with an alternate exchange, the
+    broker requires write permission on that exchange.
     """
     for queue in queues:
         if getattr(queue, "no_declare", False):
@@ -169,7 +169,7 @@ def _to_declare(queues: Sequence[Queue], *, binds: bool) -> Iterator[str]:
 
 
 def _served(topology: Topology, modules: Sequence[str]) -> Iterator[str]:
-    """Yield the queues that a worker consumes from, besides those of its tasks."""
+    """Yield the queues that a worker consumes besides its task queues."""
     queues = topology.module_queues
     served = {CHECK_IN: queues.checkin, DISTRIBUTE: queues.distribution, PROBE: topology.probe}
     yield from (queue.name for module, queue in served.items() if module in modules)
@@ -191,12 +191,12 @@ def _exchanges(queues: Iterable[Queue]) -> Iterator[str]:
 @shared.command()
 @click.argument("role", type=click.Choice(get_args(Role)))
 @click.option("--user", required=True, help="The user of the broker.")
-@click.option("--vhost", help="The virtual host; that of the application if omitted.")
+@click.option("--vhost", help="The virtual host; by default the application's.")
 @click.option(
     "--declare",
     "mode",
     type=click.Choice(("auto", "never")),
-    help="Its rabbitdelay_declare; that of the application if omitted.",
+    help="Its rabbitdelay_declare; by default the application's.",
 )
 @click.option(
     "--topics",
@@ -208,9 +208,9 @@ def _exchanges(queues: Iterable[Queue]) -> Iterator[str]:
 def permissions(
     role: Role, user: str, vhost: str | None, mode: str | None, topics: bool, **options: object
 ) -> None:
-    """Print the rabbitmqctl commands that give a user what its ROLE needs, and no more.
+    """Print the rabbitmqctl commands that give a user the permissions for its ROLE, and no more.
 
-    The tasks' queues are those of task_queues, or Celery's default queue. No broker is asked.
+    The task queues are task_queues, or Celery's default queue. No broker is contacted.
     """
     if topics and role != "producer":
         raise click.UsageError("--topics is for the role producer")
@@ -223,7 +223,7 @@ def permissions(
     )
     keys = list(topic_rights(topology, queues)) if topics else []
     host = vhost or app.connection_for_write().virtual_host or "/"
-    told = {"user": user, "vhost": host, **needed._asdict()}
+    answer = {"user": user, "vhost": host, **needed._asdict()}
     shared.answer(
-        {**told, "topics": [each._asdict() for each in keys]}, commands(user, host, needed, keys)
+        {**answer, "topics": [each._asdict() for each in keys]}, commands(user, host, needed, keys)
     )

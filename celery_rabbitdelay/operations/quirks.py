@@ -1,4 +1,4 @@
-"""Where versions of RabbitMQ differ: what each quirk is, what we do, and the versions that have it.
+"""The differences between versions of RabbitMQ: quirks, our answers, and the versions affected.
 
 No other file compares versions, except with :data:`OLDEST`. Quirks without a source were measured
 on 3.10.8, 4.0.5 and 4.3.6. To add one, name it here; where code depends on the version, it asks
@@ -18,11 +18,11 @@ OLDEST: Final[Version] = (3, 10)
 
 
 class Quirk(NamedTuple):
-    """The versions that do something differently.
+    """The versions that behave differently.
 
     Attributes:
-        first: The first version that does it; empty: all earlier ones do.
-        last: The last version that does it, or its series; None: the newest one does.
+        first: The first version with the quirk; empty: all earlier versions have it.
+        last: The last version with the quirk, or its series; None: the newest version has it.
     """
 
     first: Version = ()
@@ -42,11 +42,11 @@ DEAD_LETTERING_FLAG: Final = Quirk(last=(3, 10))
 #: https://github.com/rabbitmq/rabbitmq-server/pull/16652
 STUCK_DEAD_LETTERING: Final = Quirk(first=(4, 3, 0), last=(4, 3, 2))
 
-#: A consumer of a quorum queue that starts again under its tag while it has messages fails. Each
-#: consumer has a tag of its own there.
+#: A consumer of a quorum queue fails if it starts again under the same tag while it has messages. Our
+#: consumers never reuse a tag.
 SAME_CONSUMER_TAG: Final = Quirk(last=(3,))
 
-#: basic.nack changes the order of what is requeued; a closed channel keeps it. Messages that were
+#: basic.nack changes the order of requeued messages; a closed channel keeps it. Messages that were
 #: only read are requeued by closing the channel.
 ORDER_OF_REQUEUED: Final = Quirk(last=(3,))
 
