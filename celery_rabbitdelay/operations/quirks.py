@@ -42,8 +42,8 @@ DEAD_LETTERING_FLAG: Final = Quirk(last=(3, 10))
 #: https://github.com/rabbitmq/rabbitmq-server/pull/16652
 STUCK_DEAD_LETTERING: Final = Quirk(first=(4, 3, 0), last=(4, 3, 2))
 
-#: A consumer of a quorum queue fails if it starts again under the same tag while it has messages. Our
-#: consumers never reuse a tag.
+#: A consumer of a quorum queue fails if it starts again under the same tag while it has messages.
+#: Our consumers never reuse a tag.
 SAME_CONSUMER_TAG: Final = Quirk(last=(3,))
 
 #: basic.nack changes the order of requeued messages; a closed channel keeps it. Messages that were
