@@ -254,7 +254,7 @@ def _subject(each: Exchange | Queue | Binding) -> str:
 
 
 def _is_harmless(topology: Topology, binding: Binding) -> bool:
-    """Return whether a binding of the delivery exchange is a destination's, or matches nothing."""
+    """Return whether a binding of delivery is a destination's own, or never matches a key."""
     own = topology.keys.destination_pattern(binding.target)
     if binding.source != topology.delivery.name:
         return False

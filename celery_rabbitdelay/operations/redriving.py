@@ -253,7 +253,7 @@ class Redriving:
             raise UnprocessableMessage(f"{where} cannot be bound to the levels: {error}") from error
 
     def _early(self, parsed: DelayHeaders) -> EarlyHeader:
-        """Return the header with the destination of a retry, if only its exchange can route it."""
+        """Return the header with the exchange and routing key for retries; empty without them."""
         early = parsed.early
         if early.exchange is None or early.routing_key is None:
             return EarlyHeader()

@@ -96,8 +96,8 @@ def due_within(topology: Topology, backlog: Backlog) -> int | None:
 def due_at_least(topology: Topology, backlog: Backlog, within_ms: int) -> int:
     """Return how many messages come due within some milliseconds, at least.
 
-    Counts the queues that a message leaves, to come due, within that time at the latest. How long
-    the messages in all other queues have waited is unknown.
+    Counts the messages whose longest possible remaining delay is within that time. The messages of
+    all other queues may come due in time, too: a queue does not show how long they have waited.
     """
     return sum(messages for bound, messages in _bounds(topology, backlog) if bound <= within_ms)
 

@@ -149,8 +149,8 @@ def _rabbitdelay_session(
 def rabbitdelay_app(_rabbitdelay_session: Session) -> Iterator[Celery]:
     """Return the application, on the servers of this run, with nothing waiting anywhere.
 
-    Its levels have a prefix of their own, and the result backend and the registry, if it has them
-    in Redis, are on the Redis of this run.
+    Its levels have a prefix of their own. A registry, and a result backend in Redis, move to the
+    Redis of this run.
     """
     with _rabbitdelay_session.clean():
         yield _rabbitdelay_session.app
