@@ -17,7 +17,6 @@ from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.answer_times import MAX_REMEMBERED, AnswerTimes
 from celery_rabbitdelay.modules.deliveries import Module, Received
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.limits import where_in_words
 from celery_rabbitdelay.publishing.message import Content, Publication, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import signed
 from celery_rabbitdelay.publishing.wire import REJECT
@@ -211,7 +210,10 @@ class Forwarder:
         """
         if outgoing.reroute is not None or outgoing.exchange == self.undeliverable:
             return None
-        return where_in_words(outgoing.exchange, outgoing.routing_key)
+        # A name in full, at little cost: answer times are kept by it, and every message asks for it.
+        if outgoing.exchange:
+            return f"the exchange {outgoing.exchange!r}"
+        return f"the queue {outgoing.routing_key!r}"
 
     def give_up(
         self,
