@@ -210,7 +210,7 @@ class Forwarder:
         """
         if outgoing.reroute is not None or outgoing.exchange == self.undeliverable:
             return None
-        # A name in full, at little cost: answer times are kept by it, and every message asks for it.
+        # The full name, made at little cost: answer times are kept by it, for every message.
         if outgoing.exchange:
             return f"the exchange {outgoing.exchange!r}"
         return f"the queue {outgoing.routing_key!r}"
