@@ -20,6 +20,7 @@ from uuid import uuid4
 
 import pytest
 from celery import chain
+from kombu import Exchange, Queue
 
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from tests.celery_process import REPOSITORY
@@ -213,6 +214,7 @@ class Page:
             for block in found
             if (name := re.match(r"# (\w+\.py)\n", block.code))
         }
+        [self.with_registry] = [each.code for each in found if "known = " in each.code]
         self.commands = [each for block in found for each in commands(block.code)]
 
     def worker_of_modules(self) -> str:
@@ -241,8 +243,11 @@ def test_plain_workers_run_what_the_page_says_and_leave_the_rest_behind(shop: Sh
 def test_what_waits_is_moved_to_native_delayed_delivery_and_is_not_early(shop: Shop) -> None:
     page = Page()
     task = page.files["plain_shop.py"]
-    noting = "app.backend.client.rpush('ran', f'{order} {time.time()}')"
+    noting = "app.backend.client.rpush('ran', f'{order} {time.time()} {self.request.retries}')"
     task = task.replace('print(f"please pay order {order}")', noting)
+    task = task.replace(
+        'name="shop.remind")\ndef remind(', 'name="shop.remind", bind=True)\ndef remind(self, '
+    )
     backend = "import os, time\napp.conf.result_backend = os.environ['REDIS']\n"
     (shop.folder / "plain_shop.py").write_text(task.replace("\n\n\n@app", f"\n{backend}\n@app"))
     (shop.folder / "empty_levels.py").write_text(page.files["empty_levels.py"])
@@ -250,10 +255,11 @@ def test_what_waits_is_moved_to_native_delayed_delivery_and_is_not_early(shop: S
     shop.run("celery -A shop rabbitdelay declare --queues")
     remind, delay = shop.app.tasks["shop.remind"], LONG_DELAY - 0.5
     worker = "import plain_shop; plain_shop.app.Worker(pool='solo', loglevel='INFO').start()"
-    with shop.worker(f'python -c "{worker}"'):
+    with shop.worker(f'python -c "{worker}"') as native:
+        wait_for(lambda: " ready." in native.log, "the worker", interval=0.2)
         began, moved = time.time(), [str(number) for number in range(20)]
         for each in moved:
-            remind.apply_async((each,), delay=delay)
+            remind.apply_async((each,), delay=delay, retries=int(each) % 3)
         stay = [
             remind.apply_async(("urgent",), delay=delay, priority=7),
             remind.apply_async(("news",), delay=delay, queue="news"),
@@ -266,10 +272,54 @@ def test_what_waits_is_moved_to_native_delayed_delivery_and_is_not_early(shop: S
         assert sum(shop.waiting().values()) == len(stay) + 1
         redis: Any = shop.app.backend.client
         wait_for(lambda: redis.llen("ran") == len(moved), "the tasks", interval=0.2)
-        ran = dict(each.decode().split() for each in redis.lrange("ran", 0, -1))
-    assert set(ran) == set(moved)
+        ran = [each.decode().split() for each in redis.lrange("ran", 0, -1)]
+    assert {name: int(retries) for name, _, retries in ran} == {
+        each: int(each) % 3 for each in moved
+    }
     # Native delayed delivery cuts a delay down to whole seconds, and the worker waits for the rest.
-    assert min(map(float, ran.values())) >= began + delay
+    assert min(float(at) for _, at, _ in ran) >= began + delay
+
+
+@pytest.mark.parametrize("shop", [LONG_CAPACITY], indirect=True)
+def test_with_a_registry_nothing_that_was_cancelled_is_moved(shop: Shop) -> None:
+    page = Page()
+    before = "            args, kwargs, embedded = "
+    program = page.files["empty_levels.py"]
+    assert program.count(before) == 1
+    program = program.replace(before, page.with_registry + before)
+    # Workers hold tasks with an eta, so the messages stay to be looked at.
+    program = program.replace(
+        'task_default_exchange_type="topic"', 'task_default_exchange_type="direct"'
+    )
+    (shop.folder / "empty_levels.py").write_text(program)
+    shop.run("celery -A shop rabbitdelay declare --queues")
+    delays, remind = shop.app.rabbitdelay, shop.app.tasks["shop.remind"]
+    with shop.app.connection_for_write() as connection:
+        Queue("orders", Exchange("orders"), "orders", queue_arguments={"x-queue-type": "quorum"})(
+            connection.default_channel
+        ).declare()
+    send = partial(remind.apply_async, delay=LONG_DELAY)
+    expected = {send(("plain",)).id, send(("tracked",), track=True).id}
+    delays.cancel(send(("cancelled",), track=True))
+    send(("older",), key="order:7")
+    expected.add(send(("newer",), key="order:7").id)
+    for name in ("committed", "aborted"):
+        delays.open_job(name, expires=45)
+        send((name,), job=name)
+    delays.commit_job("committed")
+    delays.abort_job("aborted")
+    begin = datetime.now(UTC) + timedelta(seconds=LONG_DELAY)
+    delays.schedules.put("nightly", remind, timedelta(days=1), ("nightly",), start=begin)
+    delays.schedules.delete("nightly")
+    [(command, _)] = [each for each in page.commands if each[0].startswith("python")]
+    shop.run(command, f"{len(expected)} tasks moved")
+    # Two tasks and the note of the job that was committed, and an occurrence.
+    assert sum(shop.waiting().values()) == 4
+    with shop.app.connection_for_write() as connection:
+        queue, found = Queue("orders")(connection.default_channel), set[str]()
+        while message := queue.get(no_ack=True):
+            found.add(message.headers["id"])
+    assert found == expected
 
 
 def test_the_page_s_commands_lose_nothing_and_run_nothing_that_was_cancelled(shop: Shop) -> None:
@@ -289,7 +339,11 @@ def test_the_page_s_commands_lose_nothing_and_run_nothing_that_was_cancelled(sho
             wait_for(shop.is_empty, "empty levels", interval=1)
             ours.stop()
             assert shop.is_empty()
+        if command.startswith("redis-cli"):
+            command = command.replace("redis-cli", f"redis-cli -u {shop.environment['REDIS']}")
         shop.run(command, *shown)
+    redis: Any = shop.app.backend.client
+    assert not redis.keys("rabbitdelay:*")
     assert json.loads((shop.folder / "schedules.json").read_text())["schedules"]
     # On the old queues, plain workers find nothing that should not run.
     last = ["last on celery", "last on news"]
