@@ -1,4 +1,4 @@
-"""The names of all keys, and the tracked tasks that wait, in the order of their due times."""
+"""The names of all Redis keys, and the index of waiting tracked tasks by due time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.registry.store import Answers, ScriptCall, Store, readable
 
-#: How many hash tags there are.
+#: The number of hash tags that keys are spread over.
 SHARDS: Final = 32
 
 
-#: What each key is about that has a name of its own: the record of a task; what it takes to send a
-#: tracked task anew; the newest task that was sent with ``key=``; the one process at a time that
-#: changes something; a job; a rate that several senders share; a schedule, the occurrence of it
-#: that runs, and the one that runs next. The scripts write some of them.
+#: The kinds of keys: the record of a task; the stored message of a tracked task; the newest task
+#: sent with ``key=``; a lock (``alone``); a job; a rate that several senders share; a schedule, its
+#: running occurrence, and its queued one. The scripts write some of these keys.
 KeyKind: TypeAlias = Literal[
     "task", "message", "key", "alone", "job", "rate", "schedule", "running", "queued"
 ]
@@ -31,37 +30,37 @@ class Names(NamedTuple):
     """The names of all keys under one prefix.
 
     Attributes:
-        prefix: The first part of every name; the same as that of the levels.
+        prefix: The first part of every name; the same as the prefix of the levels.
     """
 
     prefix: str
 
     def of(self, kind: KeyKind, name: str) -> str:
-        """Return the key of a task by its id, of a job by its name, ...; see :data:`KeyKind`."""
+        """Return the key of one task (by its id), job (by its name), ...; see :data:`KeyKind`."""
         return f"{self.prefix}:{{{shard_of(name)}}}:{kind}:{name}"
 
-    def only(self, what: str) -> str:
-        """Return a key of which there is one.
+    def only(self, name: str) -> str:
+        """Return a key that exists once per prefix.
 
-        Those are ``schedules``, their names; ``beat:`` and an application, which entries of beat it
-        has; ``healing``, the worker that looks after the schedules; ``paused``, what is paused;
-        ``complete-since``, since when the index is complete; and ``signed-out``, which sessions of
-        the page were ended.
+        ``schedules`` holds the names of the schedules; ``beat:`` and an application's name, the
+        beat entries of the application; ``healing``, the lease of the worker that repairs
+        schedules; ``paused``, the pauses; ``complete-since``, the start of the index; and
+        ``signed-out``, the ended sessions of the web page.
         """
-        return f"{self.prefix}:{{0}}:{what}"
+        return f"{self.prefix}:{{0}}:{name}"
 
     def jobs(self) -> Iterator[str]:
-        """Yield the keys of all shards' lists of jobs; ``job.lua`` writes the same names."""
+        """Yield the key of every shard's list of jobs; ``job.lua`` builds the same names."""
         return (f"{self.prefix}:{{{shard}}}:jobs" for shard in range(SHARDS))
 
     def open_jobs(self) -> Iterator[str]:
-        """Yield the keys of all shards' lists of open jobs; ``job.lua`` writes the same names."""
+        """Yield the key of every shard's list of open jobs; ``job.lua`` builds the same names."""
         return (f"{self.prefix}:{{{shard}}}:open" for shard in range(SHARDS))
 
     def due(self, shard: int, kind: Kind | None = None, job: str | None = None) -> str:
-        """Return the key of one shard's index by due time: of all tasks, of a kind, of a job.
+        """Return the key of one shard's index by due time: of all tasks, of a kind, or of a job.
 
-        The scripts write the same names, in ``shared.lua``.
+        ``shared.lua`` builds the same names.
         """
         index = f"{self.prefix}:{{{shard}}}:due"
         if kind is not None:
@@ -69,11 +68,11 @@ class Names(NamedTuple):
         return index if job is None else f"{index}:job:{job}"
 
     def kinds(self) -> Iterator[str]:
-        """Yield the keys of all shards' kinds; the scripts write the same names."""
+        """Yield the key of every shard's list of kinds; the scripts build the same names."""
         return (f"{self.prefix}:{{{shard}}}:kinds" for shard in range(SHARDS))
 
     def all_due(self, kind: Kind | None = None, job: str | None = None) -> Iterator[str]:
-        """Yield the keys of all shards' indexes."""
+        """Yield the key of every shard's index."""
         return (self.due(shard, kind, job) for shard in range(SHARDS))
 
 
@@ -84,7 +83,7 @@ def shard_of(name: str) -> int:
 
 
 class Kind(NamedTuple):
-    """The kind of a tracked task, by which it is indexed.
+    """The name and the queue of a tracked task; the registry keeps an index per kind.
 
     Attributes:
         task: The task's name.
@@ -96,41 +95,43 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Read what :attr:`text` returns."""
+        """Parse :attr:`text`."""
         length, _, rest = text.partition(":")
         return cls(rest[int(length) :], rest[: int(length)])
 
     @property
     def text(self) -> str:
-        """The kind in the keys and the records of the registry."""
+        """The kind as written in the registry's keys and records."""
         return f"{len(self.queue)}:{self.queue}{self.task}"
 
 
-#: How many tasks of each shard are read at once; of those that come first, fewer.
+#: The size of a page of one shard; the first page is smaller.
 PAGE: Final = 100
 FIRST: Final = 8
 
-#: How many kinds of tasks are counted one by one, unless a call says so; and all there may be.
+#: The default limit of separately counted kinds, and a limit that no application reaches.
 MOST_KINDS: Final = 200
 ALL_KINDS: Final = 1_000_000
 
-#: How many bytes the message of a task may take that is read to be shown beside many others.
+#: The size in bytes up to which stored messages are read for a list of tasks.
 SHORT: Final = 65_536
 
 
 class Filter(NamedTuple):
-    """Which tracked tasks are meant; None means all.
+    """Selects tracked tasks; None matches all tasks.
 
     Attributes:
         task: The task's name.
-        key: The key that they were sent with.
-        job: The job that they were sent with.
-        due_after_ms: They are due then or later, in milliseconds since 1970-01-01 UTC.
-        due_before_ms: They are due earlier than that.
-        sent_before_ms: They were sent earlier than that, by the clock of the Redis that has them.
-        kinds: They are of one of these kinds.
-        where: Returns whether a task is meant that all else allows.
-        says: Returns likewise, by its stored message as well; empty if that is long or not known.
+        key: The task's ``key=``.
+        job: The task's ``job=``.
+        due_after_ms: The earliest due time, inclusive, in milliseconds since 1970-01-01 UTC.
+        due_before_ms: The end of the due times, exclusive.
+        sent_before_ms: The end of the times of sending, exclusive, by the clock of the task's Redis
+            server.
+        kinds: The allowed kinds.
+        where: A further condition on a task that passes the other fields.
+        says: A further condition on a task and its stored message, which is empty if unknown or
+            longer than :data:`SHORT`.
     """
 
     task: str | None = None
@@ -159,12 +160,13 @@ class Filter(NamedTuple):
     ) -> Self:
         """Return a filter by aware datetimes."""
         after, before = (
-            None if each is None else milliseconds_of(each) for each in (due_after, due_before)
+            None if instant is None else milliseconds_of(instant)
+            for instant in (due_after, due_before)
         )
         return cls(task, key, job, after, before)
 
     def scores(self, least_ms: int) -> tuple[int, str]:
-        """Return the lowest and the highest score, as Redis takes them.
+        """Return the lowest and the highest score, in the syntax of Redis.
 
         Args:
             least_ms: The due time of the oldest task that still counts as waiting.
@@ -174,9 +176,9 @@ class Filter(NamedTuple):
 
     @property
     def needs_records(self) -> bool:
-        """Whether no index holds just these tasks, so that each task's record is read."""
+        """Whether no index holds exactly these tasks, so that their records must be read."""
         by_record = self.key, self.sent_before_ms, self.where, self.says
-        return any(each is not None for each in by_record) or (
+        return any(field is not None for field in by_record) or (
             self.is_of_kinds and self.job is not None
         )
 
@@ -195,12 +197,12 @@ class Filter(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What was read of the tasks that wait, at once.
+    """A page of waiting tasks.
 
     Attributes:
-        tasks: Those that match.
-        read: How many were read for that.
-        last: The due time, in milliseconds, and the id of the last one that was read.
+        tasks: The matching tasks.
+        read: The number of tasks read, matching or not.
+        last: The due time, in milliseconds, and the id of the last task read.
     """
 
     tasks: list[Pending]
@@ -209,16 +211,16 @@ class Part(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A tracked task that waits.
+    """A waiting tracked task.
 
     Attributes:
         task_id: Its id.
         task: Its name.
-        due: When it is due.
-        key: The key that it was sent with; None if it has none.
-        job: The job that it was sent with, likewise.
-        sent: When it was sent; None if a version noted it that did not say so.
-        queue: The queue that gets it when it is due; empty if its exchange routes it.
+        due: Its due time.
+        key: Its ``key=``, or None.
+        job: Its ``job=``, or None.
+        sent: When it was sent; None if an earlier version, which did not record it, sent the task.
+        queue: The queue that gets the task when it is due; empty if the exchange routes it.
     """
 
     task_id: str
@@ -231,16 +233,16 @@ class Pending(NamedTuple):
 
 
 class KindCounts(NamedTuple):
-    """How many tracked tasks of a kind wait.
+    """Counts of the waiting tracked tasks of one kind.
 
     Attributes:
         kind: The kind.
-        total: How many wait, overdue tasks included.
-        first_due_ms: The due time of the first task, which may be long ago; None if none waits.
-        next_due_ms: The due time of the next task, counted from the first instant of the call;
-            None if no such task waits.
-        cancelled: How many are cancelled, and their messages are not due at that instant.
-        before: How many are due before each of those instants, by the instant.
+        total: All waiting tasks, including overdue ones.
+        first_due_ms: The earliest due time, which may be long ago; None if no task waits.
+        next_due_ms: The earliest due time from the call's first instant on; None if no task is due
+            then or later.
+        cancelled: The cancelled tasks whose messages are not due yet at the first instant.
+        before: The number of tasks due before an instant, for every instant of the call.
     """
 
     kind: Kind
@@ -252,11 +254,11 @@ class KindCounts(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """How many tracked tasks of all kinds wait.
+    """Counts of the waiting tracked tasks of all kinds.
 
     Attributes:
-        kinds: The kinds, that with the most tasks first.
-        left_out: How many tasks are of further kinds, which are not counted one by one.
+        kinds: The counts per kind, largest first.
+        left_out: The number of tasks of all further kinds.
     """
 
     kinds: list[KindCounts]
@@ -265,15 +267,15 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """Reads which tracked tasks wait.
+    """Reads the index of waiting tracked tasks.
 
     Attributes:
-        store: Where they are kept.
+        store: Redis.
         names: The names of all keys.
-        margin_ms: For how many milliseconds a task may be late. What has not arrived by then,
-            because its queue was purged for example, does not count as waiting.
-        paused_since_ms: Returns since when tasks are held back by a pause, and may be late; None if
-            nothing is paused.
+        margin_ms: How late a task may be, in milliseconds. A later task does not count as waiting:
+            its queue was purged, for example.
+        paused_since_ms: Returns the start of the oldest pause, whose tasks may be later than the
+            margin; None if nothing is paused.
     """
 
     store: Store
@@ -282,7 +284,7 @@ class Index:
     paused_since_ms: Callable[[], int | None]
 
     def complete_since(self) -> datetime:
-        """Return since when the index is complete: older tasks may have been lost with Redis."""
+        """Return the start of the index: Redis may have lost tasks sent earlier."""
         key = self.names.only("complete-since")
         now = milliseconds_of(wall_clock.now())
 
@@ -290,45 +292,45 @@ class Index:
         return instant_of(int(since))
 
     def summary(self, instants_ms: Sequence[int], most: int = MOST_KINDS) -> Summary:
-        """Count the tasks that wait, by their kinds, in one round trip.
+        """Count the waiting tasks per kind, in one round trip.
 
         Args:
-            instants_ms: Instants in milliseconds since 1970-01-01 UTC, at least one; of the first
-                one, more is told. See :class:`KindCounts`.
-            most: How many kinds are counted one by one at most.
+            instants_ms: At least one instant in milliseconds since 1970-01-01 UTC. Some counts
+                concern the first one only; see :class:`KindCounts`.
+            most: The limit of separately counted kinds.
         """
         in_order = sorted({*instants_ms})
         arguments = [(self.least_ms(), most, instants_ms[0], *in_order)]
         calls = [ScriptCall("summary", [name], arguments) for name in self.names.kinds()]
         found: dict[str, list[KindCounts]] = {}
         left_out = 0
-        # A call for each, so that Redis answers others in between.
+        # One call per shard, so that Redis serves other clients in between.
         for (answer,) in self.store.of_each(*calls):
             others, kinds = readable("the index", answer)
             left_out += others
             for text, total, first, following, cancelled, before in kinds:
-                first_ms, next_ms = (int(each) if each else None for each in (first, following))
+                first_ms, next_ms = (int(due) if due else None for due in (first, following))
                 of_instants = dict(zip(in_order, before, strict=True))
                 counts = KindCounts(Kind.of(text), total, first_ms, next_ms, cancelled, of_instants)
                 found.setdefault(text, []).append(counts)
-        kinds = sorted(map(_sum, found.values()), key=lambda each: -each.total)
-        left_out += sum(each.total for each in kinds[most:])
+        kinds = sorted(map(_sum, found.values()), key=lambda counts: -counts.total)
+        left_out += sum(counts.total for counts in kinds[most:])
         return Summary(kinds[:most], left_out)
 
     def pending(self, wanted: Filter) -> Iterator[Pending]:
-        """Yield the tasks in the order in which they are due, reading some at a time."""
+        """Yield the matching tasks by due time, reading page by page."""
         for part in self.parts(wanted):
             yield from part.tasks
 
     def parts(
         self, wanted: Filter, after: tuple[int, str] | None = None, most: int | None = None
     ) -> Iterator[Part]:
-        """Yield the tasks in the order in which they are due, part by part.
+        """Yield the matching tasks by due time, page by page.
 
         Args:
-            wanted: Which tasks.
-            after: Those behind this due time, in milliseconds, and id.
-            most: How many are read at most, whether they match or not; None: all.
+            wanted: The filter.
+            after: The due time, in milliseconds, and the id of the task to begin behind.
+            most: The limit of tasks to read, matching or not; None for no limit.
         """
         entries, read = self._due(wanted, after), 0
         while page := list(islice(entries, PAGE if most is None else min(PAGE, most - read))):
@@ -336,7 +338,7 @@ class Index:
             yield Part(self._records(page, wanted), len(page), page[-1])
 
     def tasks(self, task_ids: Sequence[str]) -> list[Pending]:
-        """Return those of some tasks that are tracked and wait."""
+        """Return the tasks among these ids that are tracked and wait."""
         records = self.fields(task_ids, *_SHOWN, "due", "not_before")
         return [
             _pending(task_id, max(int(due), int(later or 0)), kind, *shown)
@@ -345,32 +347,35 @@ class Index:
         ]
 
     def messages(self, task_ids: Sequence[str]) -> list[str | None]:
-        """Return what it takes to send tasks anew.
+        """Return the stored messages of tasks, from which they can be sent again.
 
-        None for those that do not wait any more or are not tracked, empty if it is not known.
+        None stands for a task that does not wait or is not tracked, an empty text for an unknown
+        message.
         """
         names = [self.names.of("message", task_id) for task_id in task_ids]
         return self.store.commands(lambda pipe: [pipe.get(name) for name in names])
 
     def short_messages(self, task_ids: Sequence[str]) -> list[str]:
-        """Return the same of those that take at most :data:`SHORT` bytes; empty for all others."""
+        """Return the stored messages of at most :data:`SHORT` bytes; empty for all others."""
         names = [self.names.of("message", task_id) for task_id in task_ids]
         found = self.store.commands(lambda pipe: [pipe.getrange(name, 0, SHORT) for name in names])
-        return [each if len(each) <= SHORT else "" for each in found]
+        return [message if len(message) <= SHORT else "" for message in found]
 
     def count(self, wanted: Filter) -> int:
-        """Return how many tasks wait."""
+        """Return the number of matching tasks."""
         if wanted.needs_records:
             return sum(1 for _ in self.pending(wanted))
         (count,) = self.counts([wanted])
         return count
 
     def counts(self, wanted: Sequence[Filter]) -> list[int]:
-        """Return how many tasks of each filter wait, in one round trip; none may need records."""
+        """Return the number of matching tasks per filter, in one round trip.
+
+        No filter may need records.
+        """
         least_ms, kinds = self.least_ms(), self._kinds(wanted)
         ranges = [
-            [(name, *each.scores(least_ms)) for name in self._indexes(each, kinds)]
-            for each in wanted
+            [(name, *one.scores(least_ms)) for name in self._indexes(one, kinds)] for one in wanted
         ]
         counts = self.store.commands(
             lambda pipe: [pipe.zcount(*each) for of_one in ranges for each in of_one]
@@ -381,10 +386,10 @@ class Index:
     def due_of_jobs(
         self, jobs: Sequence[str], before_ms: int, most: int
     ) -> list[tuple[Pending, float]]:
-        """Return the tasks of some jobs that are due before an instant, each with 1.
+        """Return the tasks of some jobs that are due before an instant, with their weights.
 
-        If there are more than ``most``, return about so many of them, of each job and shard the
-        first ones, each with how many it stands for.
+        The weight is 1, unless there are more than ``most`` tasks: then the first tasks per job and
+        shard stand for the others, and the weight is the number of tasks that a task stands for.
         """
         of_jobs = [
             (name, self.least_ms(), f"({before_ms}")
@@ -403,15 +408,15 @@ class Index:
             for task_id, due_ms in page
         }
         due = [(due_ms, task_id) for task_id, (due_ms, _) in stands_for.items()]
-        return [(each, stands_for[each.task_id][1]) for each in self._records(due, Filter())]
+        return [(task, stands_for[task.task_id][1]) for task in self._records(due, Filter())]
 
     def least_ms(self) -> int:
-        """Return when a task that still waits was due at the earliest, as far as tasks come."""
+        """Return the earliest due time that still counts as waiting."""
         now_ms, paused_ms = milliseconds_of(wall_clock.now()), self.paused_since_ms()
         return min(now_ms, now_ms if paused_ms is None else paused_ms) - self.margin_ms
 
     def _due(self, wanted: Filter, after: tuple[int, str] | None) -> Iterator[tuple[int, str]]:
-        """Yield due times and ids in order; each shard is read page by page."""
+        """Yield due times and ids in order, reading all shards page by page."""
         names = self._indexes(wanted, self._kinds([wanted]))
         least_ms, _ = wanted.scores(self.least_ms())
         last: tuple[float, str] = (least_ms - 0.5, "")
@@ -429,44 +434,44 @@ class Index:
         size = min(FIRST, PAGE)
         overlap = 1
         while True:
-            # Tasks that have arrived meanwhile shift the ranks of those behind them: so each page
-            # begins with a task that was read before, or is read again from further back.
+            # A task that arrives meanwhile shifts the ranks of all later tasks. So every page
+            # overlaps the one before; without an overlap, it is read again from further back.
             start = max(rank - overlap, 0)
             page = self._page(name, start, rank + size)
             if start and (not page or page[0] > last):
                 overlap *= PAGE
                 continue
-            for each in page:
-                if wanted.due_before_ms is not None and each[0] >= wanted.due_before_ms:
+            for entry in page:
+                if wanted.due_before_ms is not None and entry[0] >= wanted.due_before_ms:
                     return
-                if each > last:
-                    last = each
-                    yield each
+                if entry > last:
+                    last = entry
+                    yield entry
             if len(page) < rank + size - start:
                 return
             rank, overlap, size = start + len(page), 1, min(2 * size, PAGE)
 
     def _kinds(self, wanted: Sequence[Filter]) -> list[Kind]:
-        """Return all kinds of which tasks wait; none if that does not matter."""
-        if not any(each.task is not None and each.job is None for each in wanted):
+        """Return the kinds of all waiting tasks; none if no filter needs them."""
+        if not any(one.task is not None and one.job is None for one in wanted):
             return []
-        return [each.kind for each in self.summary([0], ALL_KINDS).kinds]
+        return [counts.kind for counts in self.summary([0], ALL_KINDS).kinds]
 
     def _indexes(self, wanted: Filter, kinds: Sequence[Kind]) -> list[str]:
-        """Return the keys of the indexes that have the tasks of a filter, and perhaps others.
+        """Return the keys of indexes that contain the tasks of a filter, and perhaps more tasks.
 
         Args:
             wanted: The filter.
-            kinds: All kinds, if it has a name of tasks.
+            kinds: All kinds, if the filter names a task.
         """
         if wanted.job is not None or not wanted.is_of_kinds:  # a job is rarer than a kind
             return [*self.names.all_due(None, wanted.job)]
         chosen = kinds if wanted.kinds is None else sorted(wanted.kinds)
-        named = (each for each in chosen if wanted.task in (None, each.task))
+        named = (kind for kind in chosen if wanted.task in (None, kind.task))
         return [key for kind in named for key in self.names.all_due(kind)]
 
     def _page(self, name: str, start: int, end: int) -> list[tuple[int, str]]:
-        """Return the tasks of these ranks."""
+        """Return the due times and ids at these ranks."""
         (found,) = self.store.commands(
             lambda pipeline: pipeline.zrange(name, start, end - 1, withscores=True)
         )
@@ -477,25 +482,25 @@ class Index:
         tasks = [
             _pending(task_id, due_ms, kind, *shown)
             for (due_ms, task_id), (kind, *shown) in zip(page, records, strict=True)
-            if kind is not None  # otherwise it has arrived meanwhile
+            if kind is not None  # otherwise the task has arrived meanwhile
         ]
         return self.matching(tasks, wanted)
 
     def matching(self, tasks: Sequence[Pending], wanted: Filter) -> list[Pending]:
-        """Return those of some tasks that match."""
-        found = [each for each in tasks if wanted.matches(each)]
+        """Return the matching tasks."""
+        found = [task for task in tasks if wanted.matches(task)]
         if wanted.says is None or not found:
             return found
-        messages = zip(found, self.short_messages([each.task_id for each in found]), strict=True)
+        messages = zip(found, self.short_messages([task.task_id for task in found]), strict=True)
         return [task for task, message in messages if wanted.says(task, message)]
 
     def fields(self, task_ids: Sequence[str], *fields: str) -> list[Answers]:
-        """Return fields of the records of tasks."""
+        """Read fields of tasks' records."""
         names = [self.names.of("task", task_id) for task_id in task_ids]
         return self.store.commands(lambda pipe: [pipe.hmget(name, *fields) for name in names])
 
 
-#: The fields of a record that :func:`_pending` takes, in its order.
+#: The fields of a record that :func:`_pending` takes, in the order of its arguments.
 _SHOWN: Final = ("kind", "key", "job", "sent")
 
 
@@ -507,7 +512,7 @@ def _pending(
 
 
 def _sum(counts: Sequence[KindCounts]) -> KindCounts:
-    """Return the sum of the counts of one kind."""
+    """Add up one kind's counts of all shards."""
     first_ms, next_ms = (
         min((each for each in dues if each is not None), default=None)
         for dues in zip(*((each.first_due_ms, each.next_due_ms) for each in counts), strict=True)

@@ -1,4 +1,4 @@
-"""The registry of one prefix: what is noted about tasks that wait, and asked when they arrive."""
+"""The registry of one prefix: records of waiting tasks, consulted when their messages arrive."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, Questions
 from celery_rabbitdelay.registry.store import UNREADABLE, ScriptCall, Store, readable
 
-#: For how many milliseconds a cancel of a task of which nothing waits is remembered, because it is
-#: not known when one of its messages may arrive: ten years.
+#: How long the cancellation of an unknown task is kept, in milliseconds: ten years. Nobody knows
+#: when its message may arrive.
 NOTE_MS: Final = 315_360_000_000
 
-#: The latest instant until which a record lives, from now on, in milliseconds: a hundred years. Any
-#: sender may have written the due time of an arrival.
+#: The longest life of a record, in milliseconds: a hundred years. Without this limit a sender could
+#: make a record live for ever, because the due time in a message may be anything.
 MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
 
-#: Seconds that a caller of :meth:`Registry.alone` waits for another at most, and between two looks.
+#: The longest wait for the lock of :meth:`Registry.alone`, and the pause between two attempts, in
+#: seconds.
 ALONE_LEASE: Final = 10.0
 LEASE_SLEEP: Final = 0.02
 
-#: What ``claim.lua`` answers about the newest task under a key, before the id of the one before.
+#: The answer of ``claim.lua`` about the newest task of a key; the previous task's id follows.
 _NEWEST: Final = "newest "
 
-#: What ``cancel.lua`` answers about a task with a key, before its order and its key.
+#: The answer of ``cancel.lua`` about a task with a key; its order and its key follow.
 _DONE: Final = "done "
 
-#: What ``arrive.lua`` answers about a task that would run, if it were not paused.
+#: The answer of ``arrive.lua`` about a task that only a pause keeps from running.
 _PAUSED: Final = "paused"
 
 _VERDICTS: Final = frozenset(each.value for each in Verdict)
@@ -59,7 +60,7 @@ PAUSE: Final = 2.0
 
 
 class Breaker:
-    """Says whether a call is worth trying: for some time after a failure, calls fail at once.
+    """A circuit breaker: after a failure, calls fail at once for :data:`PAUSE` seconds.
 
     Args:
         now: Returns the time in seconds.
@@ -71,11 +72,11 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are to be left out."""
+        """Whether calls fail without asking Redis."""
         return self._now() < self._again_at
 
     def call(self, ask: Callable[[], AnswerT]) -> AnswerT:
-        """Return what a call returns.
+        """Make a call unless the breaker is open, and return its result.
 
         Raises:
             RegistryUnavailable: Redis did not answer, or the breaker is open.
@@ -90,11 +91,11 @@ class Breaker:
 
 
 class Earlier(NamedTuple):
-    """What it takes to let a task run earlier than it was sent for.
+    """A task to be moved to an earlier time, which takes a second message.
 
     Attributes:
         name: The task's name.
-        message: What it takes to send the task anew; empty if it is not tracked.
+        message: The stored message of the task; empty if it is not tracked.
     """
 
     name: str
@@ -102,25 +103,25 @@ class Earlier(NamedTuple):
 
 
 class Registry:
-    """What is noted about the tasks under one prefix.
+    """The records of the tasks under one prefix.
 
     All methods raise :class:`.RegistryUnavailable` if Redis does not answer in time, or refuses.
 
     Args:
-        store: Where the notes are kept.
-        prefix: The prefix of all keys; the same as that of the levels.
-        keep_ms: For how many milliseconds a decision outlives the task that it is about.
-        margin_ms: For how many milliseconds a task may be late. Then it is not listed any more, and
-            the name of its job is free.
+        store: Redis.
+        prefix: The prefix of all keys; the same as the prefix of the levels.
+        keep_ms: How long a decision is kept after its task, in milliseconds.
+        margin_ms: How late a task may be, in milliseconds. Later tasks are not listed, and the
+            names of their jobs are free.
 
     Attributes:
         index: The tracked tasks under the prefix.
         jobs: The jobs under the prefix.
         pauses: The pauses under the prefix.
         names: The names of all keys.
-        store: Where the notes are kept.
-        breaker: Leaves out questions for a while after one that Redis has not answered.
-        keep_ms: For how many milliseconds a decision outlives the task that it is about.
+        store: Redis.
+        breaker: Makes calls fail at once for a while after Redis has not answered.
+        keep_ms: How long a decision is kept after its task, in milliseconds.
     """
 
     def __init__(self, store: Store, prefix: str, keep_ms: int, margin_ms: int) -> None:
@@ -132,7 +133,7 @@ class Registry:
         self.breaker = Breaker()
         self.keep_ms = keep_ms
         self._questions = Questions()
-        self._unreadable = WarningLimit(logger, "Tasks that were sent, and are not registered")
+        self._unreadable = WarningLimit(logger, "Tasks that were sent but not registered")
 
     def close(self) -> None:
         """Close the connections to Redis."""
@@ -142,12 +143,12 @@ class Registry:
         """Reserve room for tasks at a rate that several senders share.
 
         Args:
-            name: The name that the senders have agreed on.
-            number: How many tasks.
-            per_second: How many a second all senders together may send.
+            name: The name of the rate; the same for all its senders.
+            number: The number of tasks.
+            per_second: The rate of all senders together, in tasks per second.
 
         Returns:
-            After how many seconds the tasks may be sent.
+            The seconds to wait before sending the tasks.
         """
         call = ScriptCall("reserve", [self.names.of("rate", name)], [(number, per_second)])
         ((wait_ms,),) = self.store.of_each(call)
@@ -156,7 +157,7 @@ class Registry:
     def now_ms(self) -> int:
         """Return the time by the clock of Redis, in milliseconds since 1970-01-01 UTC.
 
-        In a cluster, it is the latest time of all servers: no registered task was sent later.
+        In a cluster, return the latest time of all servers: no registered task was sent later.
         """
         shards = range(SHARDS if self.store.is_cluster else 1)
         keys = [f"{self.names.prefix}:{{{shard}}}:now" for shard in shards]
@@ -164,15 +165,16 @@ class Registry:
         return max(map(int, answers)) // 1000
 
     def ask(self, tasks: Sequence[tuple[str, str]]) -> list[Ticket]:
-        """Return what the messages of tasks carry that are about to be sent; change nothing.
+        """Return the tickets for tasks that are about to be sent, without writing anything.
 
         Args:
-            tasks: For each its id, empty if no task had it before, and its key, empty for none.
+            tasks: The id and the key of every task; the id is empty if it is new, the key if the
+                task has none.
         """
         ids = [task_id for task_id, _ in tasks if task_id]
         keys = [key for _, key in tasks if key]
         if not ids and not keys:
-            keys = [""]  # Redis has to answer all the same
+            keys = [""]  # still proves that Redis answers
         names = [*self._keys("task", ids), *self._keys("key", keys)]
         kinds = [("task",)] * len(ids) + [("key",)] * len(keys)
         (answers,) = self.store.of_each(ScriptCall("ask", names, kinds))
@@ -187,20 +189,20 @@ class Registry:
         return tickets
 
     def decide(self, arrivals: Sequence[Arrival], notes: bool = True) -> list[Decision]:
-        """Decide what becomes of tasks that have arrived, by the rule in ``arrive.lua``.
+        """Decide whether arrived tasks run, by the rule in ``arrive.lua``.
 
-        One round trip to each server, and another one before it if one of them has a key, or a job
-        that is not known to be committed or aborted. A call whose answer is lost can be repeated.
+        This takes one round trip per server, and one more for tasks with a key or with a job whose
+        outcome is not cached. If an answer is lost, the call may be repeated.
 
         Args:
             arrivals: The tasks.
-            notes: Whether to note what is decided; otherwise they go on waiting, and only their
-                records and jobs are asked.
+            notes: Whether to record the decisions. If False, the tasks keep waiting, and their keys
+                are not looked up.
         """
         latest = wall_clock.ms() + MAX_LIFE_MS
-        words = self._said_of_jobs(arrivals)
+        words = self._words_of_jobs(arrivals)
         if notes:
-            words.update(self._said_of_keys(arrivals))
+            words.update(self._words_of_keys(arrivals))
         fields = [
             (
                 *(each.copy, str(each.ticket.life), each.attempt, str(min(each.due_ms, latest))),
@@ -228,8 +230,8 @@ class Registry:
             return Decision(Verdict.UNREADABLE, why=word.removeprefix(UNREADABLE), is_answer=False)
         return Decision(Verdict(word))
 
-    def _said_of_jobs(self, arrivals: Sequence[Arrival]) -> dict[int, str]:
-        """Return what the jobs of arrivals say, by their positions."""
+    def _words_of_jobs(self, arrivals: Sequence[Arrival]) -> dict[int, str]:
+        """Return the verdicts of the arrivals' jobs, by position of the arrival."""
         asked = {(each.job, each.job_id) for each in arrivals if each.job}
         states = self.jobs.states(asked) if asked else {}
         words = {}
@@ -239,10 +241,10 @@ class Registry:
                 words[number] = state if isinstance(state, str) else _WORDS[state]
         return words
 
-    def _said_of_keys(self, arrivals: Sequence[Arrival]) -> Iterator[tuple[int, str]]:
-        """Yield what the keys of arrivals say if they let them not run, by their positions.
+    def _words_of_keys(self, arrivals: Sequence[Arrival]) -> Iterator[tuple[int, str]]:
+        """Yield the verdicts of keys that keep an arrival from running, with its position.
 
-        An arrival claims its key: its sender may not have got round to it.
+        Every arrival claims its key, in case its sender died before claiming it.
         """
         keyed = [number for number, each in enumerate(arrivals) if each.key and each.ticket.order]
         if not keyed:
@@ -253,7 +255,7 @@ class Registry:
                 yield number, word
 
     def _claims(self, claims: Sequence[Arrival | Registration]) -> ScriptCall:
-        """Return what says which tasks are the newest under their keys."""
+        """Return the call that finds out which tasks are the newest of their keys."""
         latest = wall_clock.ms() + MAX_LIFE_MS
         fields = [
             (str(each.ticket.order), each.task_id, str(min(each.due_ms, latest))) for each in claims
@@ -262,15 +264,16 @@ class Registry:
         return ScriptCall("claim", keys, fields, self.keep_ms)
 
     def register(self, registrations: Sequence[Registration]) -> list[str]:
-        """Note messages that the broker has confirmed; those with a key supersede older ones.
+        """Record messages that the broker has confirmed; a task with a key supersedes older ones.
 
-        To do so again changes nothing. One round trip to each server, and another one if tasks are
-        superseded, which takes them from the lists.
+        Repeating the call changes nothing. It takes one round trip per server, and one more if
+        tasks are superseded, to remove them from the index.
 
         Returns:
-            The state of each: ``waiting``, ``arrived`` (it was let run already), ``released``
-            (another message of the attempt was), ``cancelled``, or ``superseded`` (a newer task has
-            its key). If its record cannot be read, a text that says so, and it is logged.
+            The state of every task: ``waiting``, ``arrived`` (this message was let run already),
+            ``released`` (another message of the attempt was let run), ``cancelled``, or
+            ``superseded`` (a newer task has its key). For an unreadable record, an error text,
+            which is also logged.
         """
         latest = wall_clock.ms() + MAX_LIFE_MS
         fields = [
@@ -302,32 +305,32 @@ class Registry:
             self.store.of_each(ScriptCall("unlist", self._keys("task", list(older)), orders))
         for task_id, word in zip(ids, states, strict=True):
             if word.startswith(UNREADABLE) and self._unreadable.allows(word):
-                logger.error("Task %s was sent, and is not registered: %s", task_id, word)
+                logger.error("Task %s was sent but not registered: %s", task_id, word)
         return states
 
     def cancel(self, task_ids: Sequence[str], also_future: bool = True) -> list[Outcome]:
-        """Cancel tasks: from now on, none of their messages is let run when it arrives.
+        """Cancel tasks: when their messages arrive, the tasks do not run.
 
         Args:
             task_ids: Their ids.
-            also_future: Whether to note it for tasks of which nothing is known: those that are
-                neither tracked nor under a key, and those that are sent later.
+            also_future: Whether to cancel unknown ids too: tasks without ``track`` and key, and
+                tasks that are sent later.
 
         Raises:
-            RegistryUnavailable: As all methods; or the record of a task cannot be read. All others
-                are cancelled.
+            RegistryUnavailable: Redis did not answer, or the record of a task cannot be read. In
+                the latter case all other tasks are cancelled.
         """
         found = zip(task_ids, self.cancel_each(task_ids, also_future), strict=True)
         return [readable(f"the record of task {task_id}", outcome) for task_id, outcome in found]
 
     def cancel_each(self, task_ids: Sequence[str], also_future: bool = True) -> list[Outcome | str]:
-        """Cancel tasks as :meth:`cancel`.
+        """Cancel tasks like :meth:`cancel`, reporting unreadable records instead of raising.
 
         Returns:
-            For each its outcome, or if its record cannot be read, a text that says so.
+            The outcome for every task, or an error text if its record cannot be read.
 
         Raises:
-            RegistryUnavailable: Redis did not answer; some of them may be cancelled.
+            RegistryUnavailable: Redis did not answer; some of the tasks may be cancelled.
         """
         ids = list(dict.fromkeys(task_ids))
         nothing: list[tuple[str, ...]] = [()] * len(ids)
@@ -347,7 +350,7 @@ class Registry:
         return [found[task_id] for task_id in task_ids]
 
     def _newest_orders(self, answers: Sequence[str]) -> dict[str, int]:
-        """Return the orders of the newest tasks under the keys that a cancel has found."""
+        """Return the order of the newest task of every key in the answers of ``cancel.lua``."""
         keyed = (answer.split(" ", 2) for answer in answers if answer.startswith(_DONE))
         keys = list(dict.fromkeys(key for _, _, key in keyed))
         if not keys:
@@ -358,27 +361,27 @@ class Registry:
         return dict(zip(keys, (int(each) if each.isdigit() else 0 for each in orders), strict=True))
 
     def waiting_under(self, key: str) -> list[str]:
-        """Return the id of the newest task that was sent under a key, in a list; empty if none."""
+        """Return a list of the id of a key's newest task, or an empty list."""
         order, task_id = self.newest_under(key)
         return [task_id] if order else []
 
     def newest_under(self, key: str) -> tuple[str, str]:
-        """Return the order and the id of the newest task that was sent under a key; or empty."""
+        """Return the order and the id of a key's newest task, or empty texts."""
         (found,) = self.store.commands(lambda pipeline: pipeline.get(self.names.of("key", key)))
         order, _, task_id = (found or "").partition(" ")
         return order, task_id
 
     def postpone(self, task_id: str, due_ms: int, also_future: bool = True) -> Outcome | Earlier:
-        """Let a task run at another time.
+        """Change the due time of a task.
 
         Args:
             task_id: The task's id.
-            due_ms: When it may run, in milliseconds since 1970-01-01 UTC.
+            due_ms: The new due time, in milliseconds since 1970-01-01 UTC.
             also_future: As for :meth:`cancel`.
 
         Returns:
-            What was found; or if it is to run earlier than it was sent for, what it takes to send
-            a second message of it, which is then registered.
+            The outcome. For a due time earlier than the original one, an :class:`Earlier`: the
+            caller sends and registers a second message.
         """
         record, key, newest = self.names.of("task", task_id), "", ""
         while True:
@@ -397,9 +400,9 @@ class Registry:
 
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
-        """Run a block that no other process runs for this name.
+        """Hold the lock of a name while a block runs.
 
-        If one takes longer than a lease, or dies, the next one goes on.
+        The lock expires: if its holder dies or takes longer than the lease, the next caller goes on.
         """
         lease = partial(self.store.lease, self.names.of("alone", name), new_copy())
         end = time.monotonic() + ALONE_LEASE
@@ -408,14 +411,14 @@ class Registry:
         try:
             yield
         finally:
-            with suppress(RegistryUnavailable):  # it ends by itself
+            with suppress(RegistryUnavailable):  # the lease expires by itself
                 lease(0)
 
     def _keys(self, kind: KeyKind, names: Sequence[str]) -> list[str]:
         return [self.names.of(kind, each) for each in names]
 
 
-#: What a job's state means for its tasks; None for a job that Redis has lost.
+#: The verdict of a job's state on its tasks; None stands for a job that Redis has lost.
 _WORDS: Final = {
     None: "run",
     JobState.COMMITTED: "run",
@@ -425,5 +428,5 @@ _WORDS: Final = {
 
 
 def _kind(sent: Registration) -> str:
-    """Return what a task is indexed by; empty if it is not tracked."""
+    """Return the kind under which a task is indexed; empty if it is not tracked."""
     return Kind(sent.name, sent.queue).text if sent.name else ""

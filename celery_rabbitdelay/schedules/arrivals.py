@@ -38,7 +38,7 @@ from celery_rabbitdelay.schedules.record import (
     Fate,
     Records,
     of_task,
-    says_of,
+    registry_headers,
     send_each,
 )
 from celery_rabbitdelay.schedules.recurrence import OCCURRENCES, OVERDUE, Occurrence
@@ -276,7 +276,7 @@ class Arrivals(BatchThread[_Came]):
         destination = self._early_tasks.destination(former, waited)
         if destination is None:
             raise LookupError("its queue is unknown")
-        says, due_ms = says_of(following, TRACKED in waited.registry), following.due_ms
+        says, due_ms = registry_headers(following, TRACKED in waited.registry), following.due_ms
         most = self._delays.settings.max_message_bytes
         again = waiting_task(former, destination, due_ms, most)
         again = of_task(again, following.task_id, due_ms, says)

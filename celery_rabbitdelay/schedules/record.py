@@ -1,6 +1,6 @@
-"""What a schedule sends, and what is noted of it in Redis.
+"""The message that a schedule sends, and the schedule's record in Redis.
 
-Celery makes the message of a schedule once, when it is put; it is filled in for each occurrence.
+Celery makes the message once, when the schedule is put; every occurrence sends a filled-in copy.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from celery_rabbitdelay.worker.early_tasks import ToPublish, publish_each
 
 logger = logging.getLogger(__name__)
 
-#: For how many milliseconds one worker looks after the schedules, before another one may.
+#: The lease, in milliseconds, of the worker that repairs the schedules.
 HEALING_MS: Final = 30_000
 
-#: Milliseconds that an occurrence may be late before it is sent again, at first; then twice as long
-#: each time.
+#: How late an occurrence may be, in milliseconds, before it is sent again; doubled with every
+#: repetition.
 HEAL_AFTER_MS: Final = 60_000
 
-#: What becomes of an occurrence: it runs; it was cancelled; it is too late; its schedule is paused;
-#: another run still goes.
+#: The fate of an occurrence: it ran, was cancelled, was too late, was skipped because the schedule
+#: was paused, or was skipped because the previous run had not ended.
 Fate = Literal["ran", "cancelled", "late", "paused", "overlapped"]
 
-#: The headers and properties of a message that are part of a schedule; a change is an edit. All
-#: others differ with each send.
+#: The headers and properties whose change is an edit of the schedule. All others differ from one
+#: send to the next.
 _OF_HEADERS: Final = ("shadow", "timelimit", "ignore_result", "compression")
 _OF_PROPERTIES: Final = ("priority", "delivery_mode", "content_type", "content_encoding")
 
@@ -63,50 +63,55 @@ AnyTask: TypeAlias = celery.Task[Any, Any] | str
 
 
 def message_of(occurrence: Occurrence, message: str) -> Delayed:
-    """Return the message of an occurrence of what a schedule sends; see :func:`.stored`."""
+    """Return the message of an occurrence.
+
+    Args:
+        occurrence: The occurrence.
+        message: The schedule's message, as :func:`.stored` returns it.
+    """
     pattern = restored(message, occurrence.task_id)
-    says = says_of(occurrence, is_tracked(pattern))
-    return filled(pattern, occurrence.task_id, occurrence.due_ms, says)
+    registry = registry_headers(occurrence, is_tracked(pattern))
+    return filled(pattern, occurrence.task_id, occurrence.due_ms, registry)
 
 
-def filled(pattern: Delayed, task_id: str, due_ms: int, says: Mapping[str, object]) -> Delayed:
-    """Return what a schedule sends as the message of one task: see :func:`of_task`."""
+def filled(pattern: Delayed, task_id: str, due_ms: int, registry: Mapping[str, object]) -> Delayed:
+    """Fill in the message of a schedule for one task; see :func:`of_task`."""
     return pattern._replace(
-        message=of_task(pattern.message, task_id, due_ms, says), task_id=task_id
+        message=of_task(pattern.message, task_id, due_ms, registry), task_id=task_id
     )
 
 
 def of_task(
-    pattern: WaitingMessage, task_id: str, due_ms: int, says: Mapping[str, object]
+    pattern: WaitingMessage, task_id: str, due_ms: int, registry: Mapping[str, object]
 ) -> WaitingMessage:
-    """Return the message of one task, which is not signed, made of that of another one.
+    """Return the unsigned message of one task, made from the message of a schedule.
 
     Args:
-        pattern: What the schedule sends.
+        pattern: The message of the schedule.
         task_id: The id of the task.
-        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
-        says: Its headers for the registry.
+        due_ms: When the task is due, in milliseconds since 1970-01-01 UTC.
+        registry: The task's headers for the registry.
     """
     headers = pattern.headers.others
-    # It stays the root, if it was that.
-    ids = {each: task_id for each in ("id", "root_id") if headers.get(each) == headers.get("id")}
+    # A task that is its own root stays its own root.
+    ids = {name: task_id for name in ("id", "root_id") if headers.get(name) == headers.get("id")}
     others = {**headers, **ids, "expires": None}
     message = pattern.having(correlation_id=task_id)
-    return message.saying(due_ms=due_ms, registry=says, others=others)
+    return message.saying(due_ms=due_ms, registry=registry, others=others)
 
 
-def says_of(occurrence: Occurrence, is_tracked: bool) -> dict[str, object]:
-    """Return the headers for the registry of a new message of an occurrence.
+def registry_headers(occurrence: Occurrence, is_tracked: bool) -> dict[str, object]:
+    """Return the registry's headers for a new message of an occurrence.
 
-    For the registry, all messages of an occurrence are the same: which of them runs is decided by
-    the record of the schedule.
+    The registry treats all messages of an occurrence as the same one; the schedule's record decides
+    which of them runs.
     """
-    says: dict[str, object] = {SCHEDULE: occurrence._replace(message=new_copy()).text}
-    return {**says, COPY: str(occurrence.order), TRACKED: True} if is_tracked else says
+    headers: dict[str, object] = {SCHEDULE: occurrence._replace(message=new_copy()).text}
+    return {**headers, COPY: str(occurrence.order), TRACKED: True} if is_tracked else headers
 
 
 def is_tracked(delayed: Delayed) -> bool:
-    """Return whether a message is listed while it waits."""
+    """Return whether a message is tracked, and so listed while it waits."""
     return TRACKED in delayed.message.headers.registry
 
 
@@ -122,7 +127,7 @@ def captured(
     args: Iterable[object],
     kwargs: Mapping[str, object],
 ) -> tuple[Delayed, str]:
-    """Return the message that Celery would send, and what stands for all of a schedule.
+    """Return the message that Celery would send, and a fingerprint of the whole schedule.
 
     Args:
         app: The application.
@@ -132,39 +137,40 @@ def captured(
         kwargs: Its keyword arguments.
 
     Raises:
-        InvalidSchedule: The arguments cannot be written, or the task goes not to one known queue.
+        InvalidSchedule: The arguments cannot be serialized, or the task does not go to exactly one
+            known queue.
     """
     name = task if isinstance(task, str) else str(task.name)
     known = app.tasks.get(name)
     options = {**made.options, "expires": None}
-    # An eager task would run.
+    # An eager task would run at once.
     sent = name if known is None or app.conf.task_always_eager else known
     is_listed = is_tracked_by_default(app.rabbitdelay, known)
-    says = {TRACKED: True} if is_listed else {}
+    registry = {TRACKED: True} if is_listed else {}
     call = Call(made.task_id, list(args), dict(kwargs), Due.until(made.due_ms))
     try:
-        delayed = capture(app.rabbitdelay, sent, call, options, says).delayed
+        delayed = capture(app.rabbitdelay, sent, call, options, registry).delayed
     except EncodeError as error:
-        takes = f"takes arguments that can be written: {error}"
+        takes = f"takes arguments that can be serialized: {error}"
         raise InvalidSchedule((*call.args, call.kwargs), takes) from None
-    said, properties = delayed.message.headers, delayed.message.properties
+    headers, properties = delayed.message.headers, delayed.message.properties
     if delayed.queue is None:
-        where = said.exchange, said.routing_key
-        raise InvalidSchedule(where, "takes a task that goes to one known queue")
+        where = headers.exchange, headers.routing_key
+        raise InvalidSchedule(where, "takes a task that goes to exactly one known queue")
     words = [
         *(name, call.args, call.kwargs, made.options, delayed.destination),
-        *(said.exchange, said.routing_key, said.queue, said.priority, is_listed),
-        *(said.others.get(each) for each in _OF_HEADERS),
-        *(properties.get(each) for each in _OF_PROPERTIES),
+        *(headers.exchange, headers.routing_key, headers.queue, headers.priority, is_listed),
+        *(headers.others.get(name) for name in _OF_HEADERS),
+        *(properties.get(name) for name in _OF_PROPERTIES),
         *(made.recurrence, made.catch_up_ms, made.jitter_ms, made.overlap),
     ]
     return delayed, hashlib.sha256(canonical(words).encode(errors="surrogatepass")).hexdigest()[:12]
 
 
 def canonical(value: object) -> str:
-    """Return a text that is the same for equal values in all processes, as far as can be."""
+    """Return a text that is, as far as possible, the same for equal values in all processes."""
     if isinstance(value, Mapping):
-        pairs = sorted((canonical(key), canonical(each)) for key, each in value.items())
+        pairs = sorted((canonical(key), canonical(item)) for key, item in value.items())
         return f"{{{pairs}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(canonical, value))}]"
@@ -172,7 +178,7 @@ def canonical(value: object) -> str:
         return f"<{','.join(sorted(map(canonical, value)))}>"
     kind = type(value)
     if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
-        # The text of a function has its address.
+        # The repr of a function contains its address.
         name = getattr(value, "__qualname__", None)
         return f"{value.__module__}.{name}" if name else repr(value)
     return f"{kind.__qualname__}{canonical(value.__reduce_ex__(2)[1:3])}"
@@ -184,16 +190,16 @@ def send_each(
     made: Callable[[DelayedProducer, ItemT], Delayed],
     skew_ms: int = 0,
 ) -> list[tuple[ItemT, Delayed | Exception]]:
-    """Publish a message for each item, and register those that are tracked. Raises nothing.
+    """Publish a message per item and register the tracked ones; return errors instead of raising.
 
     Args:
         delays: The ``app.rabbitdelay``.
-        items: What messages are made of.
+        items: The items.
         made: Makes the message of an item.
-        skew_ms: How many milliseconds the clock of Redis is ahead, by which messages are due.
+        skew_ms: How many milliseconds the clock of Redis is ahead; the due times are by that clock.
 
     Returns:
-        Each item with its message, if that is confirmed, or with what is wrong.
+        Every item with its confirmed message or with the error.
     """
     messages: dict[int, Delayed] = {}
     outcomes: list[tuple[ItemT, Delayed | Exception]] = []
@@ -209,17 +215,17 @@ def send_each(
 
     if items:
         publish_each(delays, items, make, settle, RESENDS)
-    sent = [each for _, each in outcomes if isinstance(each, Delayed) and is_tracked(each)]
+    sent = [found for _, found in outcomes if isinstance(found, Delayed) and is_tracked(found)]
     if sent:
         register_sent(registry_of(delays), [*map(_registration, sent)])
     return outcomes
 
 
 def send_all(delays: Delays, messages: Sequence[Delayed]) -> None:
-    """Sign and send messages, and register those that are tracked.
+    """Sign and send messages, and register the tracked ones.
 
     Raises:
-        PublishError: One of them was not confirmed; the others were sent.
+        PublishError: A message was not confirmed. All other messages were sent.
     """
 
     def sign(producer: DelayedProducer, delayed: Delayed) -> Delayed:
@@ -247,7 +253,7 @@ def read(
     """Return the task that a schedule sends, and its arguments; None if they cannot be read.
 
     Args:
-        message: What it sends; see :func:`.stored`; empty if Redis has lost it.
+        message: The schedule's message, as :func:`.stored` returns it; empty if Redis has lost it.
         accept: Celery's ``accept_content``.
     """
     if not message:
@@ -272,20 +278,21 @@ class NotedSchedule(NamedTuple):
     """The record of a schedule; ``lua/decide.lua`` describes it.
 
     Attributes:
-        order: Grows with each edit, and with the deletion.
+        order: A number that grows with every edit and with the deletion.
         ahead_ms: The instant whose message waits, in milliseconds since 1970-01-01 UTC; None if
-            none follows.
-        done_ms: The instant that was decided last; -1 if none was.
-        occurrence: What that message says; None if the schedule was deleted or has ended, or Redis
-            has lost it.
-        message: What is sent: see :func:`.stored`; empty likewise.
-        is_deleted: Whether it was deleted.
-        is_paused: Whether occurrences do not run.
-        is_sent: Whether whoever has put it knows that its first occurrence was sent.
-        missed_ms: When a worker saw that the occurrence has not come; 0: it has not.
-        healed_ms: When it was sent again last; 0: never.
-        last: When the last occurrence was due that has come, when it came, and what became of it;
-            None if none is known.
+            the schedule has no further instant.
+        done_ms: The instant decided last; -1 if no instant was decided.
+        occurrence: The waiting occurrence; None if the schedule was deleted or has ended, or Redis
+            has lost the occurrence.
+        message: The message that occurrences send, as :func:`.stored` returns it; empty where
+            ``occurrence`` is None.
+        is_deleted: Whether the schedule was deleted.
+        is_paused: Whether the schedule is paused.
+        is_sent: Whether the sending of the first occurrence was confirmed to the caller of ``put``.
+        missed_ms: When a worker noticed that the occurrence is missing; 0 if none has.
+        healed_ms: When the occurrence was last sent again; 0 for never.
+        last: The due time, the arrival and the fate of the last occurrence that arrived; None if
+            unknown.
     """
 
     order: int
@@ -302,7 +309,7 @@ class NotedSchedule(NamedTuple):
 
     @classmethod
     def of(cls, found: Mapping[str, str]) -> Self | None:
-        """Read it; None if nothing is noted, or it cannot be read."""
+        """Parse a record; return None if it is empty or unreadable."""
         try:
             order, ahead = int(found["order"]), int(found["ahead"]) if found["ahead"] else None
             occurrence, last = None, None
@@ -328,15 +335,15 @@ class NotedSchedule(NamedTuple):
             return None
 
     def since(self, now_ms: int) -> int:
-        """Return the instant behind which an edit begins: what is due and has not come, comes."""
+        """Return the instant after which an edit begins; a due occurrence still runs unedited."""
         is_due = not self.is_deleted and self.ahead_ms is not None and self.ahead_ms <= now_ms
         return max(self.ahead_ms - 1 if is_due and self.ahead_ms else now_ms, self.done_ms)
 
     def heals(self, now_ms: int) -> Literal["now", "soon", "no"]:
-        """Return whether its occurrence is sent again, because it has not come.
+        """Return whether to send the missing occurrence again.
 
-        First it is noted that it is missed. Within half as long again as between two looks, each
-        worker that has decided it has noted that again, if Redis had forgotten it.
+        The occurrence is first recorded as missed, then sent one and a half repair intervals later.
+        Until then, a worker that has decided the occurrence restores a decision that Redis lost.
         """
         if self.occurrence is None:
             return "no"
@@ -350,14 +357,14 @@ class NotedSchedule(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """What becomes of a message; see ``lua/decide.lua``.
+    """The decision on an arrived message; see ``lua/decide.lua``.
 
     Attributes:
-        goes_on: Whether it goes on; otherwise it is dropped.
-        following_ms: The instant whose message is to be published before that; None if none is.
+        goes_on: Whether the message goes on; otherwise it is dropped.
+        following_ms: The instant whose message must be published first; None if there is none.
         is_paused: Whether the schedule is paused.
-        order: The order of that message.
-        is_lost: Whether Redis has lost what the schedule sends.
+        order: The order of the following message.
+        is_lost: Whether Redis has lost the schedule's message.
     """
 
     goes_on: bool
@@ -368,13 +375,13 @@ class Decided(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """A message that has arrived.
+    """An arrived message of a schedule.
 
     Attributes:
-        occurrence: What it says.
-        arrival: The name of the arrival; the same if the question is asked again.
-        redelivered: Whether RabbitMQ has delivered it before.
-        following_ms: The instant that follows it; None if none does.
+        occurrence: The occurrence in the message's header.
+        arrival: The name of the arrival; the same when the call is repeated.
+        redelivered: Whether RabbitMQ has delivered the message before.
+        following_ms: The instant after the occurrence; None if there is none.
     """
 
     occurrence: Occurrence
@@ -399,7 +406,7 @@ class Records:
         self._all = registry.names.only("schedules")
 
     def get(self, names: Sequence[str]) -> list[NotedSchedule | None]:
-        """Return what is noted about schedules, None for each of which nothing is."""
+        """Return the records of schedules; None for an unknown schedule."""
         keys = [self._names.of("schedule", name) for name in names]
         found = self._store.commands(lambda pipe: [*map(pipe.hgetall, keys)]) if keys else []
         return [*map(NotedSchedule.of, found)]
@@ -409,14 +416,14 @@ class Records:
         return sorted(self.overdue("+inf"))
 
     def overdue(self, until_ms: int | str) -> dict[str, int]:
-        """Return the schedules whose next occurrence was due by then, and when it was."""
+        """Return the schedules whose next occurrence is due by an instant, and its due time."""
         (found,) = self._store.commands(
             lambda pipe: pipe.zrangebyscore(self._all, "-inf", until_ms, withscores=True)
         )
         return {name: int(score) for name, score in found}
 
     def note_due(self, due: Mapping[str, int | None]) -> None:
-        """Note when schedules are due next; None: they are none any more."""
+        """Store the next due times of schedules; None removes a schedule from the list."""
         self.came([], due, [])
 
     def edit(
@@ -428,31 +435,31 @@ class Records:
         message: str = "",
         paused: bool | None = None,
     ) -> bool:
-        """Note what a schedule sends, or that it was deleted.
+        """Store an edit or the deletion of a schedule, unless another edit came first.
 
         Args:
-            name: Its name.
-            before: What was noted.
+            name: The name of the schedule.
+            before: Its record as read before the edit.
             order: The order of the edit.
-            put: The occurrence whose message is sent now; None: it is deleted.
-            message: What is sent.
-            paused: Whether it is paused; None for as it is.
+            put: The occurrence that is sent now; None deletes the schedule.
+            message: The message that occurrences send.
+            paused: Whether the schedule is paused; None leaves that as it is.
 
         Returns:
-            Whether it was noted: its record is as it was before.
+            Whether the edit was stored; False if the record has changed since it was read.
         """
-        said: Sequence[str | int] = "", "", ""
+        next_one: Sequence[str | int] = "", "", ""
         if put is not None:
-            # If the edit is not noted, the look at overdue schedules drops the name again.
+            # If the edit is not stored, the check of overdue schedules removes the name again.
             self.note_due({name: put.due_ms})
-            said = put.instant_ms, put.revision, put.text
+            next_one = put.instant_ms, put.revision, put.text
         was = (before.order, before.ahead_ms) if before is not None else ("", "")
         is_paused = None if paused is None else int(paused)
-        fields = [list(map(_text, (*was, order, *said, message, is_paused)))]
+        fields = [list(map(_text, (*was, order, *next_one, message, is_paused)))]
         call = self._call("schedules/edit", [name], fields, NOTE_MS)
         ((is_noted,),) = self._store.of_each(call)
         if isinstance(is_noted, str):
-            raise RegistryUnavailable(f"the schedule {name!r} cannot be noted: {is_noted}")
+            raise RegistryUnavailable(f"the schedule {name!r} cannot be stored: {is_noted}")
         if is_noted and put is None:
             self.note_due({name: None})
         return bool(is_noted)
@@ -466,21 +473,27 @@ class Records:
     def decide(
         self, arriving: Sequence[Arriving], *, notes_again: bool = False
     ) -> list[Decided | None]:
-        """Decide what becomes of messages, in one round trip to each server.
+        """Decide whether messages go on, in one round trip per server.
 
         Args:
             arriving: The messages.
-            notes_again: They were decided before: note that, as far as Redis has forgotten it.
+            notes_again: Whether the messages were decided before; decisions that Redis has lost are
+                restored.
 
         Returns:
-            What becomes of each; None if its record cannot be read.
+            The decision per message; None if its record cannot be read.
         """
         fields = [
             (
-                *(str(said.instant_ms), str(said.order), said.revision, said.message),
-                *(said.turns, arrival, is_redelivered, _text(following_ms)),
+                *(
+                    str(occurrence.instant_ms),
+                    str(occurrence.order),
+                    occurrence.revision,
+                    occurrence.message,
+                ),
+                *(occurrence.turns, arrival, is_redelivered, _text(following_ms)),
             )
-            for said, arrival, is_redelivered, following_ms in arriving
+            for occurrence, arrival, is_redelivered, following_ms in arriving
         ]
         names = [each.occurrence.name for each in arriving]
         call = self._call("schedules/decide", names, fields, int(notes_again))
@@ -488,7 +501,7 @@ class Records:
         decided: list[Decided | None] = []
         for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, str):
-                logger.error("The record of the schedule %r cannot be read: %s", name, answer)
+                logger.error("Schedule %r: its record cannot be read: %s", name, answer)
                 decided.append(None)
                 continue
             goes_on, following, is_paused, order, is_lost = answer
@@ -502,12 +515,12 @@ class Records:
         due: Mapping[str, int | None],
         lost: Sequence[tuple[Occurrence, str]],
     ) -> None:
-        """Note what became of occurrences that have come now.
+        """Record the fates of occurrences that have just arrived.
 
         Args:
-            came: Occurrences, with what became of them.
-            due: When their schedules are due next, as for :meth:`note_due`.
-            lost: What waits of schedules that Redis has lost, and what these send.
+            came: The occurrences and their fates.
+            due: The next due times of their schedules, as for :meth:`note_due`.
+            lost: The waiting occurrences and the messages of schedules that Redis has lost.
         """
 
         def add(pipeline: Any) -> None:
@@ -528,24 +541,24 @@ class Records:
             self._store.commands(add)
 
     def note(self, name: str, **fields: str | int) -> None:
-        """Write fields of a record, and nothing else; an empty text takes one away."""
+        """Write fields of a record; an empty text deletes a field."""
         words = [word for field in fields.items() for word in field]
         call = ScriptCall("schedules/note", [self._names.of("schedule", name)], [words])
         ((answer,),) = self._store.of_each(call)
         readable(f"the record of the schedule {name!r}", answer)
 
     def may_heal(self) -> bool:
-        """Return whether the caller is the one that looks after the schedules now."""
+        """Take or renew the lease to repair schedules; return whether the caller holds it."""
         return self._store.lease(self._names.only("healing"), new_copy(), HEALING_MS)
 
     def taken_over(self, application: str) -> dict[str, str]:
-        """Return which entries of beat an application has: "current", and when others ended."""
+        """Return an application's set of beat entries ("current"), and when earlier sets ended."""
         key = self._names.only(f"beat:{application}")
         (found,) = self._store.commands(lambda pipe: pipe.hgetall(key))
         return dict(found)
 
     def take_over(self, application: str, former: str | None, current: str) -> None:
-        """Note which entries of beat an application has from now on; see :meth:`taken_over`."""
+        """Store an application's new set of beat entries; see :meth:`taken_over`."""
         key = self._names.only(f"beat:{application}")
         fields = {former: wall_clock.ms()} if former is not None else {}
         self._store.commands(

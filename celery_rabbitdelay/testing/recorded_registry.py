@@ -133,16 +133,16 @@ class RecordedRegistry(Registry):
     def decide(self, arrivals: Sequence[Arrival], notes: bool = True) -> list[Decision]:
         """Return decisions about tasks that have arrived."""
         with self._lock:
-            words = self._said_of_jobs(arrivals)
+            words = self._words_of_jobs(arrivals)
             if notes:
-                words.update(self._said_of_keys(arrivals))
+                words.update(self._words_of_keys(arrivals))
             found = [
                 self._arrive(each, words.get(number, "run"), notes)
                 for number, each in enumerate(arrivals)
             ]
         return [self._decision(*each) for each in zip(found, arrivals, strict=True)]
 
-    def _said_of_keys(self, arrivals: Sequence[Arrival]) -> Iterator[tuple[int, str]]:
+    def _words_of_keys(self, arrivals: Sequence[Arrival]) -> Iterator[tuple[int, str]]:
         for number, each in enumerate(arrivals):
             if each.key and each.ticket.order and (word := self._claim(each)):
                 yield number, word
