@@ -1,8 +1,8 @@
-"""The question about a task that arrives, the registry's answer, and the rule behind it. Pure.
+"""The registry's rule in pure Python, and the values that it takes and returns.
 
-The rule is there twice: ``arrive.lua`` and its neighbours apply it in Redis, and the functions here
+The rule exists twice: ``arrive.lua`` and its neighbours apply it in Redis, and the functions here
 in memory, for tests of applications. In ``tests/registry``, ``integration/test_registry_rule.py``
-compares the two, and ``unit/test_registry_rule.py`` explores what can happen to messages.
+compares the two, and ``unit/test_registry_rule.py`` explores sequences of events.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from celery_rabbitdelay.levels.headers import DelayHeaders, Mark, is_digits, is_
 
 
 class Verdict(Enum):
-    """What becomes of a task that has arrived."""
+    """The verdict on an arrived task."""
 
     #: It runs.
     RUN = "run"
@@ -37,14 +37,13 @@ class Verdict(Enum):
     #: It does not run: it has run, was sent with ``once``, and RabbitMQ has not redelivered it.
     DUPLICATE = "duplicate"
 
-    #: It goes back into the levels, until a later due time, or because its job is still open or it
-    #: is paused.
+    #: It goes back into the levels: it was postponed or paused, or its job is still open.
     LATER = "later"
 
-    #: It is undeliverable: decisions about it, if there were any, are forgotten by now.
+    #: It is undeliverable: it comes so late that decisions about it may have expired.
     FORGOTTEN = "forgotten"
 
-    #: What Redis holds about this task, its key or its job cannot be read.
+    #: The record of the task, of its key or of its job cannot be read.
     UNREADABLE = "unreadable"
 
 
@@ -55,26 +54,26 @@ class Outcome(Enum):
     #: that has not started it may still revoke it, as Celery does; a postponement changes nothing.
     RELEASED = "released"
 
-    #: Nothing is known of the task, or no task has the key; nothing was noted.
+    #: The registry does not know the task or the key; no decision was recorded.
     UNKNOWN = "unknown"
 
-    #: Nothing is known of the task, and the decision was noted: it will not run, or not before,
-    #: unless it has arrived already.
+    #: The registry does not know the task, and recorded the decision: if the task arrives later, it
+    #: will not run, or not before its new due time.
     NOTED = "noted"
 
-    #: The task was cancelled or superseded before; nothing was changed.
+    #: The task was already cancelled or superseded; nothing was changed.
     CANCELLED = "cancelled"
 
-    #: The task was waiting, and will not run, or not before.
+    #: The task was waiting. It will not run, or not before its new due time.
     DONE = "done"
 
 
 class Ticket(NamedTuple):
-    """What the registry says of a task before it is sent, for its message to carry.
+    """Counters that the registry assigns to a task before it is sent; its message carries them.
 
     Attributes:
-        life: How often the task was sent anew under its id after it had run.
-        order: Its order among the tasks under its key; 0 without one.
+        life: How often the task was sent again under its id after it had run.
+        order: The task's position among the tasks with its key; 0 without a key.
     """
 
     life: int = 0
@@ -82,7 +81,7 @@ class Ticket(NamedTuple):
 
     @classmethod
     def of(cls, words: Mapping[str, object]) -> Self:
-        """Read it from what the headers say, which any sender may have written."""
+        """Parse the headers, which any sender may have written."""
         life, order = words.get(names.LIFE), words.get(names.ORDER)
         return cls(
             int(life) if is_life(life) else 0,
@@ -91,7 +90,7 @@ class Ticket(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers in which a message carries it."""
+        """The headers in which a message carries the ticket."""
         return {
             name: str(value)
             for name, value in ((names.LIFE, self.life), (names.ORDER, self.order))
@@ -105,21 +104,21 @@ class Arrival(NamedTuple):
     Attributes:
         task_id: Its id.
         due_ms: When it was due, in milliseconds since 1970-01-01 UTC.
-        attempt: Which attempt it is, as :func:`attempt_of` writes it.
+        attempt: The attempt, as :func:`attempt_of` writes it.
         copy: Its header :data:`COPY`; empty if it has none.
         ticket: Its headers :data:`LIFE` and :data:`ORDER`.
         key: Its header :data:`KEY`; empty if it has none.
         job: Its header :data:`JOB`; empty if it has none.
         job_id: Its header :data:`JOB_ID`; empty for the latest job of that name.
-        once: The queue that it arrives at, if only one message of the attempt may run there; empty
-            if each may.
+        once: The queue at which the task arrives, if only one message of the attempt may run there;
+            empty if all may.
         mark: Its header :data:`ONCE`.
         name: The name of this arrival, if only one message may run; see :meth:`named`.
         redelivered: Whether RabbitMQ has delivered this message before.
         in_doubt: Its header :data:`REDELIVERED`.
-        put_back_ms: Until when it was put back last, because the registry had said so; 0 if never.
+        put_back_ms: Until when the registry put it back last; 0 if never.
         paused_ms: Since when its name or its queue is paused; 0 if neither is.
-        is_occurrence: Whether the record of a schedule decides about it, which forgets nothing.
+        is_occurrence: Whether the record of a schedule decides, which never expires.
     """
 
     task_id: str
@@ -140,7 +139,7 @@ class Arrival(NamedTuple):
     is_occurrence: bool = False
 
     def named(self) -> Self:
-        """Return it with a new name, if only one message may run; a former one goes to its mark."""
+        """Give the arrival a new name, if only one message may run; its mark keeps the old name."""
         if not self.once:
             return self
         mark = self.mark.after(self.name) if self.name else self.mark
@@ -148,13 +147,11 @@ class Arrival(NamedTuple):
 
     @property
     def heir_of(self) -> int:
-        """The latest generation from which it may take over any earlier arrival; -1 for none.
+        """The latest generation whose arrivals this one may replace without naming them; -1: none.
 
-        The generation is how often the message was put back. It may take over even an arrival that
-        it cannot name.
-
-        A message that RabbitMQ redelivers, or that was put back then, cannot name its former
-        arrivals. The copies of what was put back follow no arrival of one another.
+        The generation is the number of times that the message was put back. A message that
+        RabbitMQ redelivers, or that was put back after a redelivery, cannot name its former
+        arrivals. The copies of a message that was put back do not replace one another's arrivals.
         """
         if self.redelivered:
             return self.mark.generation
@@ -167,7 +164,7 @@ class Arrival(NamedTuple):
 
     @classmethod
     def of(cls, headers: DelayHeaders, due_ms: int, queue: str, redelivered: bool) -> Arrival:
-        """Return the arrival of a message, which has no name, by what its headers say."""
+        """Return the unnamed arrival of a message, from its headers."""
         words, others = headers.registry, headers.others
         task_id = _text(others.get("id"))
         if not words:
@@ -195,19 +192,19 @@ class Arrival(NamedTuple):
 
 
 class Registration(NamedTuple):
-    """A message that was sent, to be registered.
+    """A sent message to be registered.
 
     Attributes:
         task_id: The task's id.
         copy: The message's name; its header :data:`COPY`.
         due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
-        attempt: Which attempt it is; see :func:`.attempt_of`.
-        ticket: What was asked before it was sent.
-        key: The key that it was sent with; empty if it has none.
-        name: The task's name, if the task is tracked; otherwise empty.
-        job: The job that it was sent with, likewise.
-        message: What it takes to send the task anew, likewise.
-        queue: The queue that gets it when it is due, likewise; empty if its exchange routes it.
+        attempt: The attempt; see :func:`.attempt_of`.
+        ticket: The ticket that the registry assigned before the send.
+        key: The task's key; empty if it has none.
+        name: The task's name. This and the fields below are empty if the task is not tracked.
+        job: The task's job; empty if it has none.
+        message: The stored message, from which the task can be sent again.
+        queue: The queue that gets the task when it is due; empty if the exchange routes it.
     """
 
     task_id: str
@@ -223,7 +220,7 @@ class Registration(NamedTuple):
 
     @classmethod
     def of(cls, task_id: str, headers: DelayHeaders, name: str = "", message: str = "") -> Self:
-        """Return that of a message by its headers; ``name`` and ``message`` of a tracked task."""
+        """Make the registration of a message; give ``name`` and ``message`` for a tracked task."""
         sent = Arrival.of(headers, headers.due_ms or 0, "", redelivered=False)
         of_message = sent.copy, sent.due_ms, sent.attempt, sent.ticket, sent.key
         job, queue = (sent.job, headers.queue or "") if name else ("", "")
@@ -231,17 +228,17 @@ class Registration(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What becomes of an arrival.
+    """The decision on an arrival.
 
     Attributes:
-        verdict: What becomes of it.
+        verdict: The verdict.
         until_ms: With ``LATER``: until when, in milliseconds since 1970-01-01 UTC.
-        is_new_due: With ``LATER``: whether ``until_ms`` is its new due time, because it was
-            postponed; otherwise the task only asks again then.
-        why: With ``UNREADABLE``: what Redis says.
-        is_paused: With ``LATER``: whether it waits for a resume, and until ``until_ms`` only if it
-            cannot stand in the queue of paused tasks.
-        is_answer: Whether Redis has answered; otherwise it may have noted something else.
+        is_new_due: With ``LATER``: whether ``until_ms`` is the new due time of a postponed task;
+            otherwise the registry is only asked again then.
+        why: With ``UNREADABLE``: the error from Redis.
+        is_paused: With ``LATER``: whether the task waits for a resume. It waits until ``until_ms``
+            only if it cannot wait in the queue of paused tasks.
+        is_answer: Whether Redis has answered. If not, Redis may have recorded another decision.
     """
 
     verdict: Verdict
@@ -254,19 +251,19 @@ class Decision(NamedTuple):
 
 def new_copy() -> str:
     """Return a name for a message: 48 random bits distinguish the messages of one task."""
-    return f"{getrandbits(48):012x}"  # it is no secret
+    return f"{getrandbits(48):012x}"  # not a secret
 
 
 def attempt_of(retries: object, nesting: object) -> str:
-    """Return which attempt of its task a message is.
+    """Return the name of an attempt.
 
-    A retry and a replacement (``Task.replace``) keep the task's id.
+    The task's id does not suffice: a retry and a replacement (``Task.replace``) keep it.
 
     Args:
         retries: How often the task was retried: Celery's header ``retries``.
         nesting: How often it was replaced: Celery's header ``replaced_task_nesting``.
     """
-    counts = (each if is_int(each, 0, names.MAX_EXACT) else 0 for each in (retries, nesting))
+    counts = (count if is_int(count, 0, names.MAX_EXACT) else 0 for count in (retries, nesting))
     return ".".join(map(str, counts))
 
 
@@ -275,20 +272,20 @@ def _text(value: object) -> str:
 
 
 class Record(NamedTuple):
-    """What is noted about a task.
+    """The record of a task.
 
     Attributes:
-        cancelled: The life up to which it is cancelled; None if it is not. If the task had already
-            run, its next life is cancelled too, because a message of it may be on its way.
-        not_before: Until when it was postponed; None if it was not.
-        won: For each attempt the name of the message that was let run.
-        marks: With ``once``, for each attempt the mark of what was let run last, and the name of
-            its arrival.
-        ran: The latest life that a message was let run of; None if none was.
-        waits: The attempt that is registered and waits; None if none does.
-        copy: The name of its message that was registered last.
-        due: When the first of its messages is due.
-        order: Its order under its key.
+        cancelled: The life up to which the task is cancelled; None if it is not. If the task had
+            already run, its next life is cancelled too, because its message may be on its way.
+        not_before: The due time that the task was postponed to; None if it was not.
+        won: The attempts that were let run, with the names of the messages that were.
+        marks: With ``once``, the mark and the name of the last arrival that was let run, per
+            attempt.
+        ran: The latest life of which a message was let run; None if there is none.
+        waits: The registered attempt that waits; None if there is none.
+        copy: The name of the waiting attempt's message that was registered last.
+        due: The earliest due time of the waiting attempt's messages.
+        order: The task's order among the tasks with its key.
     """
 
     cancelled: int | None = None
@@ -303,7 +300,7 @@ class Record(NamedTuple):
 
     @property
     def life(self) -> int:
-        """The latest life of which anything is known."""
+        """The latest known life."""
         waiting = int(self.waits[0]) if self.waits and self.waits[0].isdigit() else 0
         return max(self.ran or 0, waiting)
 
@@ -312,11 +309,11 @@ class Record(NamedTuple):
         return self.cancelled is not None and life <= self.cancelled
 
     def settled(self) -> Record:
-        """Return it without the attempt that waits."""
+        """Return the record without its waiting attempt."""
         return self._replace(waits=None, copy="", due=0, order=0)
 
     def marked(self, arrival: Arrival) -> Record:
-        """Return it with the mark of an arrival, instead of a former one."""
+        """Return the record with the mark of an arrival, which replaces an earlier mark."""
         ran = arrival.mark._replace(former=()), arrival.name
         return self._replace(marks=frozenset({**dict(self.marks), arrival.attempt: ran}.items()))
 
@@ -325,15 +322,15 @@ EMPTY = Record()
 
 
 def arrive(record: Record, message: Arrival, word: str, is_old: bool = False) -> tuple[Record, str]:
-    """Return what is noted when a message arrives, and what becomes of it.
+    """Apply an arrival; return the new record and the verdict.
 
     Args:
         record: The record of the task.
         message: The message.
-        word: What its key and its job say: ``run``, ``later``, ``expired``, ``superseded`` or
+        word: The verdict of its key and its job: ``run``, ``later``, ``expired``, ``superseded`` or
             ``replaced``.
-        is_old: Whether it was due, and put back last, so long ago that decisions about it may be
-            forgotten.
+        is_old: Whether the message was due, and last put back, so long ago that decisions about it
+            may have expired.
     """
     full, is_paused = _full(message), bool(message.paused_ms)
     winner = dict(record.won).get(full) if message.copy else None
@@ -371,20 +368,20 @@ def arrive(record: Record, message: Arrival, word: str, is_old: bool = False) ->
 
 
 def _full(message: Arrival | Registration) -> tuple[str, str]:
-    """Return the attempt of a message, with the life that it belongs to."""
+    """Return the life and the attempt of a message."""
     life = message.ticket.life
     return (f"?{message.copy}" if life < 0 else str(life)), message.attempt
 
 
 def _follows(message: Arrival, mark: Mark, arrival: str) -> bool:
-    """Return whether an arrival may take the place of the one that was let run."""
+    """Return whether an arrival may replace the arrival that was let run."""
     is_known = arrival in (*message.mark.former, message.name)
     is_heir = is_known or mark.generation <= message.heir_of
     return mark.name == message.mark.name and is_heir
 
 
 def register(record: Record, message: Registration) -> tuple[Record, str]:
-    """Return what is noted when a message was sent, and what that finds."""
+    """Apply a registration; return the new record and the state of the message."""
     full, (life, order) = _full(message), message.ticket
     winner = dict(record.won).get(full)
     if record.is_cancelled(life):
@@ -400,12 +397,12 @@ def register(record: Record, message: Registration) -> tuple[Record, str]:
 
 
 def cancel(record: Record, newest: int = 0, also_future: bool = True) -> tuple[Record, str]:
-    """Return what is noted when a task is cancelled, and what that finds.
+    """Apply a cancellation; return the new record and the outcome.
 
     Args:
         record: The record of the task.
-        newest: The order of the newest task under the key of this one.
-        also_future: Whether to note it if nothing is known of the task.
+        newest: The order of the newest task with the same key.
+        also_future: Whether to record the cancellation of an unknown task.
     """
     life, is_known = record.life, record.waits is not None or record.ran is not None
     found = "done" if record.waits else "released" if is_known else "noted"
@@ -419,12 +416,14 @@ def cancel(record: Record, newest: int = 0, also_future: bool = True) -> tuple[R
 
 
 def postpone(record: Record, due: int, newest: int, also_future: bool = True) -> tuple[Record, str]:
-    """Return what is noted when a task is postponed, and what that finds.
+    """Apply a postponement; return the new record and the outcome.
+
+    The outcome ``earlier`` means that the caller has to send a second message.
 
     Args:
         record: The record of the task.
-        due: The new due time; with ``earlier``, a second message has to be sent.
-        newest: The order of the newest task under the key of this one.
+        due: The new due time.
+        newest: The order of the newest task with the same key.
         also_future: As for :func:`cancel`.
     """
     if record.is_cancelled(record.life) or (record.order and record.order < newest):
@@ -440,7 +439,7 @@ def postpone(record: Record, due: int, newest: int, also_future: bool = True) ->
 
 
 def next_life(record: Record) -> int:
-    """Return the life of what is sent under a task's id."""
+    """Return the life of the next message sent under a task's id."""
     return 0 if record.ran is None else max(record.ran, record.cancelled or 0) + 1
 
 

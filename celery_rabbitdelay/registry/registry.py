@@ -402,7 +402,7 @@ class Registry:
     def alone(self, name: str) -> Iterator[None]:
         """Hold the lock of a name while a block runs.
 
-        The lock expires: if its holder dies or takes longer than the lease, the next caller goes on.
+        The lock expires: if its holder dies or takes too long, the next caller goes on.
         """
         lease = partial(self.store.lease, self.names.of("alone", name), new_copy())
         end = time.monotonic() + ALONE_LEASE

@@ -16,7 +16,7 @@ from celery_rabbitdelay.levels import wall_clock
 
 ResultT = TypeVar("ResultT")
 
-#: What scripts or commands say, one after the other.
+#: The answers of scripts or commands, in their order.
 Answers: TypeAlias = list[Any]
 
 _ROOT: Final = "celery_rabbitdelay"
@@ -24,21 +24,21 @@ _ROOT: Final = "celery_rabbitdelay"
 #: The functions that all scripts share.
 SHARED: Final = "shared"
 
-#: The scripts that Redis refuses when it is full, as far as they need memory. All others are run: a
-#: decision takes less memory than what it frees.
+#: The scripts that a full Redis refuses if they need memory. All others run: a decision frees more
+#: memory than it takes.
 GROWING: Final = ("register", "reserve", "lease", "schedules/edit")
 
-#: The first line of a script that Redis is to run when it is full
+#: The first line of a script that runs even if Redis is full
 #: (https://redis.io/docs/latest/develop/programmability/eval-intro/#eval-flags).
 ALLOW_OOM: Final = "#!lua flags=allow-oom"
 
-#: How many keys a script is about: Redis serves nobody else meanwhile.
+#: The limit of keys per script call: Redis serves no other client while a script runs.
 KEYS_PER_CALL: Final = 100
 
-#: Not ASCII: an id may hold half of a surrogate pair, for which JSON in Redis has no escape.
+#: Not ASCII: an id may hold half of a surrogate pair, and Redis's JSON decoder rejects its escape.
 _json: Final = JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
-#: What stands before the arguments that an error of Redis repeats.
+#: The text before the arguments that an error of Redis repeats.
 ARGUMENTS: Final = ", with args beginning with"
 
 
@@ -54,11 +54,12 @@ class ScriptCall(NamedTuple):
     """A call of a script.
 
     Attributes:
-        script: Its name, that of a file in ``lua``; that of another room has the room before it.
-        keys: The keys that it is about.
-        arguments: Further arguments, for each key.
-        keep_ms: For how many milliseconds what it notes is kept.
-        shared: Further arguments, for all keys.
+        script: The name of a file in ``registry/lua``, or a folder and a file:
+            ``schedules/edit``.
+        keys: The keys to read or write.
+        arguments: Further arguments per key.
+        keep_ms: How long the written records are kept, in milliseconds.
+        shared: Further arguments for all keys together.
     """
 
     script: str
@@ -69,19 +70,19 @@ class ScriptCall(NamedTuple):
 
     @property
     def packed(self) -> Sequence[str | int]:
-        """The arguments as Redis takes them; redis-py takes a microsecond for each of them."""
+        """The arguments, few of them: redis-py takes a microsecond per argument."""
         own_us = wall_clock.own_us()
         keep = self.keep_ms if own_us is None else f"{self.keep_ms} {own_us}"
         return (keep, _json(self.arguments), *self.shared)
 
     def about(self, numbers: Sequence[int]) -> Self:
-        """Return the call about the keys at these positions."""
+        """Return the call restricted to the keys at these positions."""
         keys, arguments = [self.keys[n] for n in numbers], [self.arguments[n] for n in numbers]
         return self._replace(keys=keys, arguments=arguments)
 
     @property
     def by_text(self) -> Sequence[str | int]:
-        """The command that runs the script, whether the server knows it or not."""
+        """The command that runs the script, even if the server does not know it."""
         return ("EVAL", _text(self.script), len(self.keys), *self.keys, *self.packed)
 
 
@@ -89,16 +90,16 @@ class ScriptCall(NamedTuple):
 class Store:
     """Runs scripts and commands in Redis.
 
-    Each client of redis-py, with all its connections, is used by one thread at a time. If that is
-    interrupted between a question and its answer, the client is dropped: redis-py would lend the
-    connection to the next caller, who would get that answer, or never lend it again.
+    A client of redis-py, with all its connections, is used by one thread at a time. If the thread
+    is interrupted between a command and its answer, the client is dropped: redis-py would either
+    lend the connection to the next caller, who would get the wrong answer, or never lend it again.
 
     Attributes:
         connect: Returns a new client of redis-py.
         is_cluster: Whether only keys with the same hash tag are on the same server.
-        errors: The errors of redis-py; the first one is the base of what Redis itself answers.
-        on_call: Called after each round trip, if it is set, with the seconds that it took and with
-            whether it succeeded.
+        errors: The errors of redis-py; the first one is the base of the errors that Redis itself
+            answers.
+        on_call: Called after every round trip with its seconds and whether it succeeded.
     """
 
     connect: Callable[[], Client]
@@ -109,26 +110,26 @@ class Store:
     _scripts: dict[str, Callable[..., str]] = field(default_factory=dict, init=False)
 
     def of_each(self, *calls: ScriptCall) -> list[Answers]:
-        """Run scripts in one round trip to each server, about any number of keys on any servers.
+        """Run scripts for any number of keys on any servers, in one round trip per server.
 
         Returns:
-            For each script what it says of each of its keys.
+            For every script, its answers in the order of its keys.
 
         Raises:
-            RegistryUnavailable: Redis did not answer in time, or not to all of them.
+            RegistryUnavailable: Redis did not answer all calls in time.
         """
         parts = [
-            (number, group) for number, each in enumerate(calls) for group in self._parts(each)
+            (number, group) for number, call in enumerate(calls) for group in self._parts(call)
         ]
         parted = [calls[number].about(group) for number, group in parts]
         answers = self._run(parted) if parted else []
-        said: list[dict[int, Any]] = [{} for _ in calls]
+        found: list[dict[int, Any]] = [{} for _ in calls]
         for (number, group), answer in zip(parts, answers, strict=True):
-            said[number].update(zip(group, loads(answer), strict=True))
-        return [[each[key] for key in range(len(each))] for each in said]
+            found[number].update(zip(group, loads(answer), strict=True))
+        return [[by_key[key] for key in range(len(by_key))] for by_key in found]
 
     def _parts(self, call: ScriptCall) -> Iterator[Sequence[int]]:
-        """Yield the positions of the keys that one call may have."""
+        """Yield groups of positions of keys that one call may have together."""
         tags: dict[str, list[int]] = defaultdict(list)
         for number, key in enumerate(call.keys):
             tags[key.partition("}")[0] if self.is_cluster else ""].append(number)
@@ -145,10 +146,10 @@ class Store:
     def _run(self, calls: Sequence[ScriptCall]) -> Answers:
         if len(calls) == 1 and not self.is_cluster:
             return [self._try(partial(self._by_hash, calls[0]))]
-        return self.commands(lambda pipe: [pipe.execute_command(*each.by_text) for each in calls])
+        return self.commands(lambda pipe: [pipe.execute_command(*call.by_text) for call in calls])
 
     def commands(self, add: Callable[[Client], object]) -> Answers:
-        """Run commands in one round trip to each server.
+        """Run commands in one round trip per server.
 
         Args:
             add: Adds the commands to a pipeline of redis-py.
@@ -157,7 +158,7 @@ class Store:
         def run(client: Client) -> Answers:
             with client.pipeline(transaction=False) as pipeline:
                 if self.is_cluster:
-                    # Its own one knows nothing of encoding_errors.
+                    # The pipeline's own encoder ignores encoding_errors.
                     pipeline.encoder = client.encoder
                 add(pipeline)
                 results: Answers = pipeline.execute()
@@ -166,14 +167,14 @@ class Store:
         return self._try(run)
 
     def lease(self, name: str, token: str, lasts_ms: int, family: str = "") -> bool:
-        """Take a lease, keep it, or give it back; return whether it has this token now.
+        """Take, renew or release a lease; return whether this token holds the lease now.
 
         Args:
-            name: Its key.
-            token: Identifies its holder.
-            lasts_ms: For how many milliseconds from now on nobody else can take it; 0: it is given
-                back.
-            family: It is taken over from a token that begins with this; empty: from none.
+            name: The lease's key.
+            token: Identifies the holder.
+            lasts_ms: How long the lease lasts, in milliseconds from now; 0 releases it.
+            family: Take the lease over from a holder whose token begins with this text; empty for
+                no takeover.
 
         Raises:
             RegistryUnavailable: Redis did not answer.
@@ -195,14 +196,14 @@ class Store:
             result = self._with_client(run)
             has_succeeded = True
         except self.errors as error:
-            # redis-py catches what interrupts it while it looks for the servers of a cluster.
-            interrupts = (each for each in _causes(error) if not isinstance(each, self.errors))
+            # While it looks for a cluster's servers, redis-py catches and wraps interruptions.
+            interrupts = (cause for cause in _causes(error) if not isinstance(cause, self.errors))
             unavailable = next(interrupts, None) or _unavailable(error)
         finally:
             if self.on_call is not None:
                 self.on_call(time.monotonic() - began, has_succeeded)
         if unavailable is not None:
-            raise unavailable  # not above, where Python would keep the error that it hides
+            raise unavailable  # outside the except block, so that it has no __context__
         return result
 
     def _with_client(self, run: Callable[[Client], ResultT]) -> ResultT:
@@ -212,7 +213,7 @@ class Store:
             client = self.connect()
         try:
             result = run(client)
-        except self.errors[0]:  # an answer
+        except self.errors[0]:  # Redis has answered, so the connection is usable
             self._free.append(client)
             raise
         except BaseException:
@@ -225,43 +226,43 @@ class Store:
         if self.is_cluster:
             client.disconnect_connection_pools()
             return
-        # Behind Sentinel, its servers have connections as well.
+        # With Sentinel, there are connections to the sentinels as well.
         sentinel = getattr(client.connection_pool, "sentinel_manager", None)
-        for each in (client, *getattr(sentinel, "sentinels", ())):
-            each.connection_pool.disconnect()
+        for connected in (client, *getattr(sentinel, "sentinels", ())):
+            connected.connection_pool.disconnect()
 
 
-#: What a script answers about a key that it cannot read begins with this.
+#: The first character of a script's answer about a key that it cannot read.
 UNREADABLE: Final = "!"
 
 
-def readable(what: str, answer: Any) -> Any:
-    """Return what a script says of a key.
+def readable(subject: str, answer: Any) -> Any:
+    """Return a script's answer about a key, unless it is an error.
 
     Args:
-        what: What the key is about, for the error.
-        answer: What the script says.
+        subject: The noun for the error text, such as ``the record of task 7``.
+        answer: The answer of the script.
 
     Raises:
-        RegistryUnavailable: The script cannot read it.
+        RegistryUnavailable: The script cannot read the key.
     """
     if isinstance(answer, str) and answer.startswith(UNREADABLE):
-        raise RegistryUnavailable(f"{what} cannot be read: {answer}")
+        raise RegistryUnavailable(f"{subject} cannot be read: {answer}")
     return answer
 
 
 def _unavailable(error: Exception) -> RegistryUnavailable:
-    """Return what is raised for an error of redis-py, without the password.
+    """Return the exception to raise for an error of redis-py, without the password.
 
-    redis-py's own texts name host and port alone. But a server that does not know ``HELLO``, such
-    as Redis before 6.0, repeats its arguments, and the password is one of them: also in the errors
-    that have led to this one, so it has no cause.
+    redis-py's own texts name host and port alone. But a server without ``HELLO``, such as Redis
+    before 6.0, repeats the command's arguments, among them the password. The causes of the error
+    contain it too, so the new exception has no cause.
     """
     return RegistryUnavailable(f"{type(error).__name__}: {error}".partition(ARGUMENTS)[0])
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield what an error was raised from."""
+    """Yield the chain of causes of an error."""
     cause = error.__cause__
     while cause is not None:
         yield cause

@@ -1,9 +1,9 @@
-"""Occurrences that have arrived: what follows one is published before it runs.
+"""Handles arrived occurrences: publishes the next occurrence before one runs.
 
-The rule is in ``lua/decide.lua``. A message that goes on publishes what follows it, confirmed; then
-it is decided whether it runs: whether its schedule is paused, how late it is, and whether another
-run still goes. If the worker dies in between, RabbitMQ redelivers it, and all of that happens
-again.
+``lua/decide.lua`` decides whether a message goes on. If so, the worker publishes the following
+occurrence and waits for its confirm. Only then does the arrived occurrence run, unless its schedule
+is paused, it is too late, or another run has not ended. If the worker dies in between, RabbitMQ
+redelivers the message, and everything is done again.
 """
 
 from __future__ import annotations
@@ -49,40 +49,40 @@ from celery_rabbitdelay.worker.restore import lateness
 
 logger = get_logger(__name__)
 
-#: Seconds until an occurrence is tried again whose follower was not confirmed.
+#: Seconds until an occurrence is tried again after the following one was not confirmed.
 TRY_AGAIN: Final = 1.0
 
-#: Seconds between two looks for schedules whose next occurrence has not come; the first one comes
-#: within the half of that. One worker at a time sends again what is missing.
-LOOK_EVERY: Final = 30.0
+#: Seconds between two checks for missing occurrences; the first check comes within half of that.
+#: One worker at a time sends missing occurrences again.
+CHECK_EVERY: Final = 30.0
 
-#: Of how many schedules it is remembered what was decided last.
+#: The number of schedules whose last decision a worker remembers.
 MAX_REMEMBERED: Final = 20_000
 
-#: The shortest and the longest pause, in milliseconds, of what waits for the end of a run;
-#: in between, a tenth of the time that it has waited.
+#: The shortest and the longest pause, in milliseconds, of an occurrence that waits for the end of a
+#: run; in between, the pause is a tenth of the time waited so far.
 MIN_PAUSE_MS: Final = 500
 MAX_PAUSE_MS: Final = 30_000
 
-#: By how many milliseconds the clocks of a worker and of Redis may differ. If they differ by more,
-#: that of Redis counts, which is the same for all workers.
+#: The tolerated difference between the clocks of a worker and of Redis, in milliseconds. Beyond it,
+#: the clock of Redis counts, because it is the same for all workers.
 TOLERATED_MS: Final = 2_000
 
 
 @dataclass(eq=False)
 class _Came:
-    """An occurrence that has arrived, and what is known of it so far.
+    """An arrived occurrence and the state of its handling.
 
     Attributes:
         arrived: Its task.
         arrival: The name of this arrival.
-        went_on: Whether the rule has let it go on before.
-        occurrence: What its message says.
+        went_on: Whether the rule has already let it go on.
+        occurrence: The occurrence in the message's header.
         is_late: Whether it is too late to run.
-        following_ms: The instant that follows it; None if none does.
-        decided: What the rule says.
-        following: The next occurrence, if its message is to be published.
-        sent: That message, confirmed.
+        following_ms: The following instant; None if there is none.
+        decided: The decision of the rule.
+        following: The following occurrence, if its message must be published.
+        sent: The confirmed message of the following occurrence.
     """
 
     arrived: Arrived
@@ -97,28 +97,27 @@ class _Came:
 
     @property
     def arriving(self) -> Arriving:
-        """The question to the rule."""
-        # Of what has gone on before, the rule may have forgotten that by now.
+        """The arguments for the rule."""
+        # Redis may have lost the record that the message went on.
         came_before = self.arrived.delivery.redelivered or self.went_on
         return Arriving(self.occurrence, self.arrival, came_before, self.following_ms)
 
 
 class Arrivals(BatchThread[_Came]):
-    """Publishes the next occurrence of a schedule, and then lets the one run that has come.
+    """Publishes the following occurrence of a schedule, then lets the arrived one run.
 
     Args:
         consumer: The worker's consumer, on one connection.
-        early_tasks: Knows where a task came from.
+        early_tasks: Finds the queue from which a task came.
 
     Attributes:
-        overdue: Seconds since the next occurrence of a schedule was due that has not come, of the
-            one that is missed longest; 0: none is.
+        overdue: Seconds since the longest missing occurrence was due; 0 if none is missing.
     """
 
     name = "rabbitdelay-schedules"
 
-    #: The latest decision of this worker about each schedule. It outlives a lost connection, and
-    #: restores what a Redis that was restarted from an older copy has forgotten.
+    #: The worker's latest decision per schedule. It outlives a lost connection, and restores
+    #: decisions that Redis lost when it restarted from an older copy.
     _remembered: ClassVar[LRUCache[str, Arriving]] = LRUCache(limit=MAX_REMEMBERED)
 
     def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
@@ -129,38 +128,40 @@ class Arrivals(BatchThread[_Came]):
         self._records = Records(self._registry)
         self._early_tasks = early_tasks
         self._beat: BeatEntries | None = None
-        self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311 - jitter
+        self._check_at = time.monotonic() + CHECK_EVERY * random.uniform(0, 0.5)  # noqa: S311 - jitter
         self._skew_ms = 0
         self.overdue = 0.0
         self._delays.recorder.gauges[OVERDUE] = lambda: self.overdue
         runs.forget_what_has_not_begun()
 
     def take(self, arrived: Arrived) -> None:
-        """Take an occurrence that the registry lets run, or has cancelled."""
+        """Queue an occurrence that the registry lets run or has cancelled."""
         self.give(_Came(arrived, new_copy()))
 
     def begin(self) -> None:
-        """Compare clocks; put the entries of beat, or again if Redis has lost them."""
-        with suppress(RegistryUnavailable):  # the next look says it as well
+        """Compare the clocks, and put the beat entries unless Redis has them."""
+        with suppress(RegistryUnavailable):  # the next check logs it
             self._note_clock()
         if self._delays.setting("beat"):
             self._beat = self._beat or BeatEntries(self._delays.schedules)
             self._beat.keep()
 
     def own_work_in(self) -> float:
-        """Return the seconds until the next look for what has not come."""
-        return self._look_at - time.monotonic()
+        """Return the seconds until the next check for missing occurrences."""
+        return self._check_at - time.monotonic()
 
     def work(self, batch: list[_Came]) -> None:
-        """Publish what follows, and let the event loop go on with what has come."""
+        """Publish the following occurrences, and hand the arrived ones to the event loop."""
         if batch:
             self._work_on(batch)
-        if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + LOOK_EVERY
+        if time.monotonic() >= self._check_at:
+            self._check_at = time.monotonic() + CHECK_EVERY
             try:
-                self._look_after_schedules()
-            except Exception as error:  # noqa: BLE001 - the next look may succeed
-                logger.warning("Looking after the schedules failed: %s", error)
+                self._check_schedules()
+            except Exception as error:  # noqa: BLE001 - the next check may succeed
+                logger.warning(
+                    "rabbitdelay schedules: the check for missing ones failed: %s", error
+                )
 
     def _work_on(self, batch: list[_Came]) -> None:
         asked: list[_Came] = []
@@ -168,27 +169,27 @@ class Arrivals(BatchThread[_Came]):
             try:
                 if self._is_read(came):
                     asked.append(came)
-            except Exception as error:  # noqa: BLE001 - the thread has to live on
+            except Exception as error:  # noqa: BLE001 - the thread must survive
                 self._failed(came, error)
         fates = [(came, self._fate(came)) for came in self._published(self._decided(asked))]
         try:
             self._note(fates)
         except RegistryUnavailable as error:
-            logger.warning("What became of occurrences of schedules is not noted: %s", error)
+            logger.warning("rabbitdelay schedules: fates of occurrences not stored: %s", error)
         for came, fate in fates:
             if fate is not None:
                 self._go_on(came, fate)
 
     def _is_read(self, came: _Came) -> bool:
-        """Read what a message says; return False if it goes back into the levels.
+        """Parse the header of an occurrence; return False if it goes back into the levels.
 
         Raises:
-            LookupError: Its header cannot be read, or is that of another task.
+            LookupError: The header cannot be read, or belongs to another task.
         """
         delivery, waited, _, put_back, _ = came.arrived
         occurrence = Occurrence.of(waited.registry[SCHEDULE])
         if occurrence is None or celery_internals.id_of(delivery.message) != occurrence.task_id:
-            raise LookupError("its header cannot be read, or is that of another task")
+            raise LookupError("its header cannot be read, or belongs to another task")
         now_ms = wall_clock.ms() + self._skew_ms
         if self._skew_ms and occurrence.due_ms > now_ms + TOLERATED_MS:
             self.act(partial(put_back, occurrence.due_ms - self._skew_ms))
@@ -199,12 +200,12 @@ class Arrivals(BatchThread[_Came]):
         return True
 
     def _decided(self, asked: Sequence[_Came]) -> Iterator[_Came]:
-        """Yield the occurrences with what follows; what Redis does not decide waits."""
+        """Yield the occurrences with their decisions; without an answer of Redis, they wait."""
         answers: Sequence[Decided | None] = [None] * len(asked)
         try:
             answers = self._records.decide([came.arriving for came in asked])
         except RegistryUnavailable as error:
-            logger.warning("It is not known which occurrences of schedules have run: %s", error)
+            logger.warning("rabbitdelay schedules: Redis cannot decide on occurrences: %s", error)
         for came, answer in zip(asked, answers, strict=True):
             occurrence = came.occurrence
             if answer is None and self._holds:
@@ -225,12 +226,16 @@ class Arrivals(BatchThread[_Came]):
         asked_ms, redis_ms, now_ms = wall_clock.ms(), self._registry.now_ms(), wall_clock.ms()
         if now_ms < asked_ms:
             return  # the worker's clock was set back meanwhile
-        # An answer that has taken long is no difference between clocks.
+        # A slow answer is not a difference between clocks.
         skew_ms = redis_ms - min(max(redis_ms, asked_ms), now_ms)
         if abs(skew_ms) <= TOLERATED_MS:
             skew_ms = 0
         elif not self._skew_ms:
-            logger.warning("The clock of Redis is %+.1f s ahead, and counts.", skew_ms / 1000)
+            logger.warning(
+                "rabbitdelay schedules: the clock of Redis is %+.1f s ahead of this worker's; "
+                "schedules follow Redis.",
+                skew_ms / 1000,
+            )
         self._skew_ms = skew_ms
 
     def _remember(self, came: _Came) -> None:
@@ -244,7 +249,7 @@ class Arrivals(BatchThread[_Came]):
             )
 
     def _published(self, decided: Iterator[_Came]) -> list[_Came]:
-        """Publish what follows occurrences; return those of which it is confirmed."""
+        """Publish the following occurrences; return the arrived ones whose successor is confirmed."""
         published: list[_Came] = []
         waiting: list[_Came] = []
         for came in decided:
@@ -262,32 +267,34 @@ class Arrivals(BatchThread[_Came]):
         message = came.arrived.delivery.message
         task_id = celery_internals.shown(celery_internals.id_of(message))
         if isinstance(error, (*TEMPORARY_ERRORS, RegistryUnavailable)):
-            logger.warning("Occurrence %s waits, as the next is not published: %s", task_id, error)
+            logger.warning(
+                "Occurrence %s waits, because the next one is not published: %s", task_id, error
+            )
             self.give(came, TRY_AGAIN)
         else:
-            logger.error("Occurrence %s runs, and no other follows: %r", task_id, error)
+            logger.error("Occurrence %s runs, but no other one follows: %r", task_id, error)
             self.act(partial(self._let_run, came.arrived))
 
     def _message(self, producer: DelayedProducer, came: _Came) -> Delayed:
-        """Return the message of the occurrence that follows one, made of the message of that."""
+        """Make the message of the following occurrence from the message of the arrived one."""
         former, waited = came.arrived.delivery.message, came.arrived.waited
         following = came.following
         assert following is not None
         destination = self._early_tasks.destination(former, waited)
         if destination is None:
             raise LookupError("its queue is unknown")
-        says, due_ms = registry_headers(following, TRACKED in waited.registry), following.due_ms
+        registry, due_ms = registry_headers(following, TRACKED in waited.registry), following.due_ms
         most = self._delays.settings.max_message_bytes
         again = waiting_task(former, destination, due_ms, most)
-        again = of_task(again, following.task_id, due_ms, says)
+        again = of_task(again, following.task_id, due_ms, registry)
         return producer.routed(again, destination.queue, Due.until(due_ms - self._skew_ms))
 
     def _fate(self, came: _Came) -> Fate | None:
-        """Return what becomes of an occurrence; None if it waits for a run's end, or is dropped."""
+        """Return an occurrence's fate; None if it waits for the end of a run, or is dropped."""
         occurrence, registry = came.occurrence, self._registry
         if not came.decided.goes_on:
             logger.info(
-                "A message of occurrence %s is dropped: another one has come first, or its "
+                "Occurrence %s: a message is dropped, because another one came first or the "
                 "schedule was edited or deleted.",
                 occurrence.task_id,
             )
@@ -315,7 +322,7 @@ class Arrivals(BatchThread[_Came]):
 
     def _leave_out(self, came: _Came) -> None:
         """Acknowledge an occurrence that does not run."""
-        # Another message of the same occurrence may be the one that waits for the end of a run.
+        # Another message of the same occurrence may be waiting for the end of a run.
         is_own = came.decided.goes_on or came.occurrence.turns
         if is_own and came.occurrence.overlap == "queue-one":
             runs.queue(self._registry, came.occurrence, 0)
@@ -323,7 +330,7 @@ class Arrivals(BatchThread[_Came]):
         self.act(partial(self.acknowledge, ack), is_acknowledgement=True)
 
     def _put_back(self, came: _Came, wait_ms: int, *, is_followed: bool) -> None:
-        """Put an occurrence back into the levels; then the rule is asked again."""
+        """Put an occurrence back into the levels; the rule decides again when it returns."""
         arrived, occurrence = came.arrived, came.occurrence
         again = occurrence._replace(turns=occurrence.turns + 1, is_followed=is_followed)
 
@@ -334,7 +341,7 @@ class Arrivals(BatchThread[_Came]):
         self.act(put_back)
 
     def _note(self, fates: Sequence[tuple[_Came, Fate | None]]) -> None:
-        """Note what became of occurrences, and what waits now."""
+        """Record the fates of occurrences, and the occurrences that wait now."""
         listed: dict[str, int | None] = {}
         lost: list[tuple[Occurrence, str]] = []
         for came, _ in fates:
@@ -359,7 +366,7 @@ class Arrivals(BatchThread[_Came]):
         self._leave_out(came)
 
     def _let_run(self, arrived: Arrived) -> None:
-        """Let an occurrence go on, in the event loop; its retries are no occurrences."""
+        """Hand an occurrence to the worker, in the event loop; its retries are plain tasks."""
         table: Any = arrived.delivery.message.headers
         while isinstance(table, dict):
             for name in (COPY, SCHEDULE):
@@ -370,11 +377,11 @@ class Arrivals(BatchThread[_Came]):
         finally:
             runs.given(self._consumer, arrived.delivery)
 
-    def _look_after_schedules(self) -> None:
+    def _check_schedules(self) -> None:
         now_ms, remembered = wall_clock.ms(), self._remembered
         overdue = self._records.overdue(now_ms)
         self.overdue = max((now_ms - min(overdue.values(), default=now_ms)) / 1000, 0.0)
-        # First of all, or what they are about would be sent again.
+        # Restore lost decisions first; otherwise decided occurrences would be sent again.
         known = [remembered[name] for name in overdue if name in remembered]
         self._records.decide(known, notes_again=True)
         if self._records.may_heal():
@@ -383,14 +390,14 @@ class Arrivals(BatchThread[_Came]):
 
 
 class ScheduleStep(celery_internals.RabbitMQStep):
-    """Takes occurrences of schedules before they run, on every connection of the consumer."""
+    """Takes over occurrences of schedules before they run, on every connection of the consumer."""
 
     requires = (DecideOnArrival,)
 
     _arrivals: Arrivals | None = None
 
     def start(self, consumer: Any) -> None:
-        """Begin to take occurrences, and to look for those that do not come."""
+        """Begin to take occurrences and to check for missing ones."""
         strategies = consumer.strategies
         if strategies.decisions is not None:
             self._arrivals = Arrivals(consumer, strategies.early_tasks)
@@ -398,12 +405,12 @@ class ScheduleStep(celery_internals.RabbitMQStep):
             strategies.decisions.takers[SCHEDULE] = self._arrivals.take
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
-        """Let the event loop run what the thread needs from the worker's own thread."""
+        """Let the event loop run the thread's callbacks in the worker's main thread."""
         if self._arrivals is not None:
             self._arrivals.register(hub)
 
     def stop(self, consumer: Any) -> None:
-        """Take no more occurrences of the connection that is lost or closed."""
+        """Stop taking occurrences from a lost or closed connection."""
         arrivals, self._arrivals = self._arrivals, None
         if arrivals is not None:
             arrivals.stop()

@@ -1,9 +1,9 @@
-"""When something is due again and again, and one of its instants, as its message says it. Pure.
+"""Recurrences, and their single occurrences as messages carry them. Pure.
 
-cronsim reads cron texts and walks their times, and Celery's crontabs are the numbers that Celery
-has read. Where a clock changes, a time that is skipped is due in the first minute behind the gap,
-and a time that comes twice counts once. A rule for all hours of the day is due whenever the clock
-shows its minutes.
+cronsim parses cron expressions and computes their times; Celery's crontabs arrive parsed. When
+daylight saving time begins, a skipped time is due in the first minute after the gap; when it ends,
+a repeated time counts once. A rule for all hours of the day is due whenever the clock shows its
+minutes.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from celery_rabbitdelay.levels.delay import (
 )
 from celery_rabbitdelay.levels.headers import MAX_COUNT, MAX_EXACT, is_int
 
-#: The errors that a wrong rule or time zone raises.
+#: The errors that an invalid rule or time zone raises.
 INVALID: Final = (ValueError, KeyError, OSError, OverflowError)
 
-#: The most rules of one schedule, and the most days that it excludes.
+#: The limits of rules and of excluded days per schedule.
 MAX_RULES: Final = 20
 MAX_EXCLUDED: Final = 100
 
-#: The fields of Celery's crontab, in the order of cron, and how many numbers ``*`` says.
+#: The fields of Celery's crontab in cron's order, and the number of values that ``*`` stands for.
 _CELERYS: Final = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
 _SIZES: Final = (60, 24, 31, 12, 7)
 
-#: Cron's short names.
+#: Cron's nicknames.
 _NAMES: Final = {
     "@yearly": "0 0 1 1 *",
     "@annually": "0 0 1 1 *",
@@ -61,21 +61,21 @@ _TAKES: Final = (
     "takes a timedelta, Celery's schedule or crontab, a cron text of five or six fields, or a list"
 )
 
-#: A time zone that has no name.
+#: A time zone given as an offset.
 _OFFSET: Final = re.compile(r"UTC([+-]\d\d:\d\d)")
 
 
 class Recurrence(NamedTuple):
-    """When something is due again and again.
+    """The instants at which a schedule is due.
 
     Attributes:
-        rules: It is due when one of them says: ``every`` and milliseconds from ``start_ms`` on; or
-            a cron text; or ``crontab`` and the numbers of Celery's, which is due if both of its
-            days fit.
-        zone: The time zone of cron texts, an IANA name or an offset such as UTC+05:30.
-        start_ms: Nothing is due before that, in milliseconds since 1970-01-01 UTC.
-        end_ms: Nothing is due after that; None for no end.
-        excluded: The days in the time zone on which it is not due all the same: 2026-12-25.
+        rules: The rules, whose instants are united: ``every`` and an interval in milliseconds,
+            counted from ``start_ms``; a cron expression; or ``crontab`` and the fields of Celery's
+            crontab, which requires both the day of the month and the day of the week to match.
+        zone: The time zone of cron expressions: an IANA name or an offset such as UTC+05:30.
+        start_ms: The earliest instant, in milliseconds since 1970-01-01 UTC.
+        end_ms: The latest instant; None for no end.
+        excluded: Days in the time zone without instants, such as 2026-12-25.
     """
 
     rules: tuple[str, ...]
@@ -93,25 +93,24 @@ class Recurrence(NamedTuple):
         end: datetime | str | None = None,
         exclude: object = (),
     ) -> Self:
-        """Return it as a user says it.
+        """Make a recurrence from the arguments of ``put``.
 
         Args:
             when: A timedelta of at least a second; Celery's ``schedule`` or ``crontab``; a cron
-                text of five or six fields (the first of six are seconds), or one such as
-                ``@daily``; or a list of these.
-            zone: The IANA name of a time zone, or an offset such as UTC+05:30, for cron texts.
-            start: Nothing is due before that, an aware datetime or its ISO 8601 text. Intervals
-                count from it; without it, from 1970-01-01 UTC, so that an hour is due at each full
-                hour.
-            end: Nothing is due after that, likewise.
-            exclude: The days in the time zone on which it is not due all the same: a date or its
-                text, or a list of these.
+                expression of five or six fields (the first of six are seconds) or a nickname such
+                as ``@daily``; or a list of these.
+            zone: The time zone of cron expressions: an IANA name or an offset such as UTC+05:30.
+            start: The earliest instant: an aware datetime or its ISO 8601 text. Intervals count
+                from it; without it, from 1970-01-01 UTC, so that an interval of an hour is due on
+                the hour.
+            end: The latest instant, in the same forms.
+            exclude: Days in the time zone without instants: a date or its text, or a list of these.
 
         Raises:
-            InvalidSchedule: One of these is wrong, or nothing is ever due. Nothing is due any more
-                after an end that is over, which is no error.
+            InvalidSchedule: An argument is invalid, or no instant is ever due. An end in the past
+                is no error.
             InvalidDelay: ``start`` or ``end`` is naive.
-            ValueError: The text of one of them is no instant.
+            ValueError: The text of ``start`` or ``end`` is not ISO 8601.
         """
         made = cls(
             tuple(map(_rule, _as_list(when))),
@@ -132,13 +131,13 @@ class Recurrence(NamedTuple):
 
     @classmethod
     def read(cls, given: Any) -> Self:
-        """Read what JSON has made of it; raise one of :data:`INVALID` or TypeError if invalid."""
-        # A later version may say more.
+        """Parse the JSON form; raise one of :data:`INVALID` or TypeError if it is invalid."""
+        # A later version may append fields.
         rules, zone, start_ms, end_ms, excluded = given[:5]
-        if not all(isinstance(each, str) for each in (zone, *rules, *excluded)):
+        if not all(isinstance(text, str) for text in (zone, *rules, *excluded)):
             raise TypeError(given)
         if not all(
-            is_int(each, 0, MAX_DUE_MS) for each in (start_ms, 0 if end_ms is None else end_ms)
+            is_int(limit, 0, MAX_DUE_MS) for limit in (start_ms, 0 if end_ms is None else end_ms)
         ):
             raise TypeError(given)
         made = cls(tuple(rules), zone, start_ms, end_ms, tuple(excluded))
@@ -146,7 +145,7 @@ class Recurrence(NamedTuple):
         return made
 
     def _check(self) -> None:
-        """Raise one of :data:`INVALID` if it cannot be computed."""
+        """Raise one of :data:`INVALID` if the instants cannot be computed."""
         if not 1 <= len(self.rules) <= MAX_RULES or len(self.excluded) > MAX_EXCLUDED:
             takes = f"takes 1 to {MAX_RULES} rules, and at most {MAX_EXCLUDED} days to exclude"
             raise ValueError(takes)
@@ -157,12 +156,12 @@ class Recurrence(NamedTuple):
                     raise ValueError("an interval is a second at least, and 100 years at most")
             else:
                 _cron(rule)
-        for each in self.excluded:
-            if date.fromisoformat(each).isoformat() != each:
-                raise ValueError(f"{each!r} is not a date such as 2026-12-25")
+        for day in self.excluded:
+            if date.fromisoformat(day).isoformat() != day:
+                raise ValueError(f"{day!r} is not a date such as 2026-12-25")
 
     def after(self, instant_ms: int) -> int | None:
-        """Return when it is due first after an instant; None for never again."""
+        """Return the first instant after another; None if there is none."""
         instant_ms = max(instant_ms, self.start_ms - 1)
         end_ms = MAX_DUE_MS if self.end_ms is None else self.end_ms
         found: dict[str, int] = {}
@@ -180,7 +179,7 @@ class Recurrence(NamedTuple):
             instant_ms = milliseconds_of(tomorrow) - 1
 
     def all_after(self, instant_ms: int) -> Iterator[int]:
-        """Yield when it is due after an instant."""
+        """Yield all instants after another."""
         following = self.after(instant_ms)
         while following is not None:
             yield following
@@ -196,7 +195,7 @@ def _as_list(given: object) -> list[object]:
 
 
 def _rule(when: object) -> str:
-    """Return one rule as a text."""
+    """Return the text form of a rule."""
     every = plain(getattr(when, "run_every", when), "when")
     if hasattr(when, "_orig_minute"):
         return _CRONTAB + " ".join(map(_field, attrgetter(*_CELERYS)(when), _SIZES))
@@ -208,7 +207,7 @@ def _rule(when: object) -> str:
 
 
 def _exclusion(given: object) -> str:
-    """Return a day that is excluded as a text."""
+    """Return the text form of an excluded day."""
     if isinstance(given, date):
         return f"{plain(given, 'exclude'):%Y-%m-%d}"
     if isinstance(given, str):
@@ -217,24 +216,24 @@ def _exclusion(given: object) -> str:
 
 
 def _field(values: Collection[int], whole: int) -> str:
-    """Return numbers as a field of cron: ``1,2,5``."""
+    """Return numbers as a cron field: ``1,2,5``."""
     return "*" if len(values) == whole else ",".join(map(str, sorted(values)))
 
 
 @lru_cache(1000)
 def _cron(rule: str) -> CronSim:
-    """Return what a cron text, or Celery's crontab, says; it is never changed.
+    """Parse a cron expression or a Celery crontab; callers must copy the cached result.
 
     Raises:
-        ValueError: The text is not a cron text, or it is never due.
+        ValueError: The text is not a cron expression, or it is never due.
     """
     text = rule.removeprefix(_CRONTAB)
     try:
         found = CronSim(text, datetime(2000, 1, 1))
     except CronSimError as error:
-        raise ValueError(f"{rule!r} is no cron text, or is never due: {error}") from None
+        raise ValueError(f"{rule!r} is no cron expression, or is never due: {error}") from None
     found.day_and |= text != rule
-    # It looks for 50 years; a 29th of February that is a Monday comes after 40 at most.
+    # cronsim searches 50 years; a 29th of February on a given weekday comes within 40.
     if next(copy(found), None) is None:
         raise ValueError(f"{rule!r} is never due")
     return found
@@ -248,47 +247,46 @@ def _zone(name: str) -> tzinfo:
 
 
 def _next(rule: str, recurrence: Recurrence, instant_ms: int) -> int:
-    """Return the first instant of a rule after another."""
+    """Return the first instant of one rule after another instant."""
     if rule.startswith(_EVERY):
         every, start = int(rule.removeprefix(_EVERY)), recurrence.start_ms
         return start + ((instant_ms - start) // every + 1) * every
     cron, zone = copy(_cron(rule)), _zone(recurrence.zone)
     cron.dt = instant_of(instant_ms).replace(microsecond=0).astimezone(zone)
     if len(cron.hours) < 24:
-        # cronsim walks the times of the clock, and finds the instant of each.
+        # cronsim steps through local times and maps them to instants.
         cron.fixup_tz, cron.dt = zone, cron.dt.replace(tzinfo=None)
     else:
-        # cronsim jumps to the next hour if there is one minute; a clock may change by half of that.
+        # With a single minute cronsim jumps a whole hour, but a clock may change by half an hour.
         cron.minutes = cron.minutes | {-1}
-    # The clock may have shown a time before, and shows it again.
-    return next(each for each in map(milliseconds_of, cron) if each > instant_ms)
+    # A clock that was set back shows earlier times again.
+    return next(found for found in map(milliseconds_of, cron) if found > instant_ms)
 
 
-#: The most characters of what an occurrence's header says.
+#: The longest header of an occurrence, in characters.
 MAX_TEXT: Final = 16_384
 
 OCCURRENCES: Final = counter(
     "occurrences",
-    "Occurrences of schedules that came, by what became of them: ran, cancelled, late, paused, "
-    "overlapped; and those that did not come: sent again.",
+    "Arrived occurrences of schedules by fate: ran, cancelled, late, paused, overlapped; and "
+    "missing occurrences: sent again.",
     labels=("task", "fate"),
 )
 OVERDUE: Final = gauge(
     "schedules_overdue_seconds",
-    "Seconds since the next occurrence of a schedule was due that has not come; of the schedule "
-    "where that is longest.",
+    "Seconds since the longest missing occurrence of all schedules was due.",
 )
 
-#: The most bytes of a name: the id of a task, which AMQP has to carry, has 255.
+#: The longest name of a schedule, in bytes. It is part of the task id, for which AMQP allows 255.
 MAX_NAME: Final = 222
 
 #: The longest jitter, in milliseconds: a day.
 MAX_JITTER_MS: Final = 86_400_000
 
-#: What becomes of an occurrence while a run of its schedule is still going.
+#: The treatment of an occurrence while another run of its schedule has not ended.
 Overlap = Literal["allow", "skip", "queue-one"]
 
-#: What has come runs, for all that was missed; or each runs, one after the other.
+#: After missed occurrences, run one for all of them, or run them all, one after the other.
 LAST: Final = -1
 ALL: Final = -2
 
@@ -296,21 +294,21 @@ _NAME: Final = re.compile(r"[0-9a-f]{0,32}", re.ASCII)
 
 
 class Occurrence(NamedTuple):
-    """One instant of a schedule; a header of its message says it.
+    """One instant of a schedule; its message carries it in a header.
 
     Attributes:
         name: The name of the schedule.
         instant_ms: The instant, in milliseconds since 1970-01-01 UTC.
-        recurrence: When the schedule is due.
+        recurrence: The recurrence of the schedule.
         catch_up_ms: How many milliseconds late it may still run; :data:`LAST` or :data:`ALL`.
-        jitter_ms: It is due up to so many milliseconds later; how many, its instant decides.
-        overlap: What becomes of it while another run of the schedule is still going.
+        jitter_ms: The largest jitter in milliseconds. The jitter is computed from the instant.
+        overlap: The treatment while another run of the schedule has not ended.
         options: The options of the task.
-        order: Grows with each edit of the schedule.
-        revision: Stands for all that was put.
+        order: A number that grows with every edit of the schedule.
+        revision: A fingerprint of the arguments of ``put``.
         message: The name of the message.
-        turns: How often it was put back.
-        is_followed: Whether the message of the instant that follows it was published.
+        turns: How often the message was put back.
+        is_followed: Whether the message of the following instant was published.
     """
 
     name: str
@@ -328,11 +326,11 @@ class Occurrence(NamedTuple):
 
     @classmethod
     def of(cls, text: object) -> Self | None:
-        """Read it from a header, which anybody may have written; None if that is invalid."""
+        """Parse a header, which any sender may have written; return None if it is invalid."""
         try:
             if not isinstance(text, str) or len(text) > MAX_TEXT:
                 return None
-            # A later version may say more.
+            # A later version may append fields.
             found = cls(*json.loads(text)[: len(cls._fields)])
             found = found._replace(recurrence=Recurrence.read(found.recurrence))
             return found if found._is_valid else None
@@ -344,7 +342,7 @@ class Occurrence(NamedTuple):
         return (
             1 <= len(self.name.encode()) <= MAX_NAME
             and isinstance(self.options, dict)
-            and all(_NAME.fullmatch(each) for each in (self.revision, self.message))
+            and all(_NAME.fullmatch(name) for name in (self.revision, self.message))
             and is_int(self.instant_ms, 0, MAX_DUE_MS)
             and is_int(self.catch_up_ms, ALL, MAX_DUE_MS)
             and is_int(self.jitter_ms, 0, MAX_JITTER_MS)
@@ -360,26 +358,26 @@ class Occurrence(NamedTuple):
 
     @property
     def task_id(self) -> str:
-        """The id of its task."""
+        """The id of the occurrence's task."""
         return f"{self.name}:{self.instant_ms:015d}:{self.order}"
 
     @property
     def due_ms(self) -> int:
-        """When it is due: its instant, and a jitter that is the same whoever computes it."""
+        """The due time: the instant plus a jitter that is the same in all processes."""
         words = f"{self.name}:{self.instant_ms}".encode()
         return self.instant_ms + zlib.crc32(words) % (self.jitter_ms + 1)
 
     def at(self, now_ms: int) -> tuple[bool, int | None]:
-        """Return whether it still runs, and the instant that follows it; None if none does.
+        """Return whether the occurrence still runs, and the following instant, or None.
 
-        With :data:`LAST`, the first one that is still ahead follows, and with a number of
-        milliseconds the first one that is not too late.
+        With :data:`LAST`, the following instant is the first one in the future; with a number of
+        milliseconds, the first one that is not too late.
         """
         if self.catch_up_ms == ALL:
             return True, self.recurrence.after(self.instant_ms)
         is_last = self.catch_up_ms == LAST
         earliest_ms = now_ms + 1 if is_last else now_ms - self.catch_up_ms
         since_ms = max(self.instant_ms, earliest_ms - self.jitter_ms - 1)
-        ahead = (self._replace(instant_ms=each) for each in self.recurrence.all_after(since_ms))
-        following_ms = next((each.instant_ms for each in ahead if each.due_ms >= earliest_ms), None)
+        ahead = (self._replace(instant_ms=found) for found in self.recurrence.all_after(since_ms))
+        following_ms = next((one.instant_ms for one in ahead if one.due_ms >= earliest_ms), None)
         return is_last or self.due_ms >= earliest_ms, following_ms

@@ -5,5 +5,5 @@ Celery's setting ``imports`` names it. A test's own process does not import it.
 
 from celery_rabbitdelay.schedules import arrivals, record
 
-vars(arrivals)["LOOK_EVERY"] = 0.5
+vars(arrivals)["CHECK_EVERY"] = 0.5
 vars(record).update(HEALING_MS=3_000, HEAL_AFTER_MS=2_000)

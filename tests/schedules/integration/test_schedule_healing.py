@@ -139,7 +139,7 @@ def test_what_waits_for_a_resume_is_not_sent_again(
 def test_nothing_is_lost_and_nothing_runs_twice_while_redis_is_away(
     stage: Stage, redis: RedisServer, mode: str, is_emptied: bool
 ) -> None:
-    away = "It is not known which occurrences of schedules have run"
+    away = "Redis cannot decide on occurrences"
     stage.settings["rabbitdelay_registry_options"] = {"socket_timeout": 1}
     stage.settings["rabbitdelay_registry_down"] = mode
     stage.put("a")
@@ -171,7 +171,9 @@ def test_an_occurrence_runs_although_its_confirm_comes_after_ten_others(stage: S
         wait_for(lambda: records.get(["a"])[0].done_ms > 0, "the first decision", PATIENCE)
         with Worker(stage.settings):
             stage.until_ran(10)
-            wait_for(lambda: "waits, as the next is not published" in waits.log, "it", PATIENCE)
+            wait_for(
+                lambda: "waits, because the next one is not published" in waits.log, "it", PATIENCE
+            )
             wait_for(lambda: first in stage.instants(), "the first occurrence", PATIENCE)
             stage.until_none_is_missing()
     assert_each_once(stage.instants())

@@ -199,7 +199,7 @@ def walk(
 
 
 def any_rule(random: Random) -> tuple[Any, Any, Any]:
-    """A cron text or a crontab around midnight, its minutes and its hours."""
+    """A cron expression or a crontab around midnight, its minutes and its hours."""
     hours: Any = set(random.choices([0, 1, 2, 3, 23], k=2))
     if random.random() < 0.3:
         hours = {*range(24)}
