@@ -1,4 +1,4 @@
-"""Delayed tasks that are due: the registry says whether they run."""
+"""Asks the registry whether due delayed tasks run, and carries out its decisions."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ from celery_rabbitdelay.worker.restore import lateness, may_run_since
 
 logger = get_logger(__name__)
 
-#: Seconds that a task waits in the levels while Redis is away: at first, and at most. In between,
-#: as long as Redis has been away; up to a quarter is added at random.
+#: The shortest and the longest wait in the levels, in seconds, while Redis is away. In between, a
+#: task waits as long as Redis has been away, plus up to a quarter at random.
 MIN_PAUSE: Final = 5.0
 MAX_PAUSE: Final = 60.0
 
-#: Seconds after which the registry is asked again about a task that the levels have not taken.
+#: Seconds until the registry is asked again about a task that could not be put back.
 ASK_AGAIN: Final = 5.0
 
-#: Seconds for which more tasks are awaited before the registry is asked, if the worker's prefetch
-#: count allows so many times the tasks that have come. A round trip costs the worker much of the
-#: processor time that a task takes, whether it is about one task or about many.
+#: The batch window in seconds, used if the worker's prefetch count allows ``MIN_GATHERED`` times
+#: the tasks that have arrived. A round trip costs a good part of a task's processor time, whether
+#: it concerns one task or many.
 GATHER: Final = 0.004
 MIN_GATHERED: Final = 8
 
-#: The reason of a task that is undeliverable because it is too late to decide about it.
+#: The reason of a task that is undeliverable because decisions about it have expired.
 FORGOTTEN: Final = (
-    "it is older than the registry's memory (rabbitdelay_registry_keep): whether it was cancelled, "
-    "or has run, is not known any more"
+    "it is older than the registry's memory (rabbitdelay_registry_keep): whether it was cancelled "
+    "or has run is no longer known"
 )
 
-#: The signals about tasks that do not run.
+#: The signals for tasks that do not run.
 DISCARDED: Final = {
     Verdict.CANCELLED: signals.cancelled,
     Verdict.SUPERSEDED: signals.superseded,
     Verdict.EXPIRED: signals.expired,
 }
 
-#: What counts tasks that do not run, or not now.
+#: The counters of tasks that do not run, or not now.
 COUNTED: Final = {
     Verdict.CANCELLED: application.CANCELLED,
     Verdict.SUPERSEDED: application.SUPERSEDED,
@@ -71,12 +71,12 @@ COUNTED: Final = {
 
 
 class _Due(NamedTuple):
-    """A task that is due and has arrived.
+    """A due task that has arrived.
 
     Attributes:
-        delivery: Its message, restored, as Celery has passed it.
-        waited: What its headers have said.
-        arrival: What the registry is asked.
+        delivery: The restored message, as Celery has passed it.
+        waited: The delay headers that the message arrived with.
+        arrival: The arguments for the registry.
         queue: The queue that the message came from.
     """
 
@@ -92,7 +92,7 @@ class _Due(NamedTuple):
 
 
 def pause_ms(away: float) -> int:
-    """Return for how many milliseconds a task waits while Redis is away, by the seconds so far."""
+    """Return how long a task waits, in milliseconds, if Redis has been away so many seconds."""
     pause = min(max(away, MIN_PAUSE), MAX_PAUSE) * random.uniform(1, 1.25)  # noqa: S311 - jitter
     return int(pause * 1000)
 
@@ -106,8 +106,8 @@ def may_hold(consumer: Any, number: int) -> bool:
 def discard_as_revoked(consumer: Any, task_id: str, strategy: Callable[[], Any]) -> None:
     """Run a task's strategy so that the task counts as revoked.
 
-    The strategy acknowledges the message, stores the result, tells the chord, and sends the signal
-    and the event.
+    The strategy acknowledges the message, stores the result, updates the chord, and sends the
+    signal and the event.
     """
     revoked = consumer.controller.state.revoked
     was_revoked = task_id in revoked
@@ -123,11 +123,11 @@ class Arrived(NamedTuple):
     """A task about which the registry has decided.
 
     Attributes:
-        delivery: Its message, restored, as Celery has passed it.
-        waited: What its headers said before it was restored.
-        go_on: Runs or discards it, in the event loop.
-        put_back: Puts it back into the levels until an instant, in milliseconds since 1970.
-        is_cancelled: Whether it does not run, because it was cancelled.
+        delivery: The restored message, as Celery has passed it.
+        waited: The delay headers that the message arrived with.
+        go_on: Runs or discards the task, in the event loop.
+        put_back: Puts the task back into the levels until an instant, in milliseconds since 1970.
+        is_cancelled: Whether the task was cancelled.
     """
 
     delivery: Delivery
@@ -138,18 +138,18 @@ class Arrived(NamedTuple):
 
 
 class Decisions(BatchThread[_Due]):
-    """Asks the registry about the tasks that have arrived, in a thread of its own.
+    """Asks the registry about arrived tasks, in a thread of its own.
 
-    So neither the worker's event loop nor tasks without a delay wait for Redis, and tasks that
-    arrive together share a round trip. If Redis does not answer, ``rabbitdelay_registry_down`` says
-    whether the tasks run, or go back into the levels for some seconds.
+    Because of the thread, neither the worker's event loop nor tasks without a delay wait for Redis.
+    Tasks that arrive together share a round trip. If Redis does not answer,
+    ``rabbitdelay_registry_down`` decides whether tasks run or go back into the levels for a while.
 
     Args:
         consumer: The worker's consumer, on one connection.
         early_tasks: Puts tasks back into the levels.
 
     Attributes:
-        takers: Functions by header name. A task with that header is given to the function, which
+        takers: Functions by header name. A task with the header is passed to the function, which
             runs or discards it. Schedules add one.
     """
 
@@ -165,53 +165,50 @@ class Decisions(BatchThread[_Due]):
         breaker = self._registry.breaker
         delays.recorder.gauges[application.BREAKER_OPEN] = lambda: breaker.is_open
         self._down_since: float | None = None
-        self._failures = WarningLimit(logger, "Questions to the registry without an answer")
+        self._failures = WarningLimit(logger, "Requests that the registry did not answer")
         self._unreadable = WarningLimit(logger, "Tasks whose record, key or job cannot be read")
 
     def ask(self, delivery: Delivery, waited: DelayHeaders) -> None:
-        """Ask about a task; the event loop then does what the registry says.
+        """Ask the registry about a task; the event loop then carries out the decision.
 
         Args:
-            delivery: The task's message, restored, as Celery has passed it.
-            waited: What its headers have said.
+            delivery: The restored message, as Celery has passed it.
+            waited: The delay headers that the message arrived with.
         """
         message, body = delivery.message, delivery.body
         queue = celery_internals.name_of_queue(self._consumer, message) or ""
-        said = waited
+        headers = waited
         if isinstance(body, Mapping):  # Celery's message protocol 1
-            told = {"id": celery_internals.id_of(message), "retries": body.get("retries")}
-            said = waited._replace(others={**waited.others, **told})
-        arrival = Arrival.of(said, waited.due_ms or 0, queue, delivery.redelivered).named()
+            of_body = {"id": celery_internals.id_of(message), "retries": body.get("retries")}
+            headers = waited._replace(others={**waited.others, **of_body})
+        arrival = Arrival.of(headers, waited.due_ms or 0, queue, delivery.redelivered).named()
         self.give(_Due(delivery, waited, arrival, queue))
 
     def begin(self) -> None:
-        """Say at the start whether Redis answers, and note since when all is tracked."""
+        """Log at the start if Redis does not answer, and record the start of the index."""
         try:
             self._registry.breaker.call(self._registry.index.complete_since)
         except RegistryUnavailable as error:
             self._failed(error)
 
     def work(self, batch: list[_Due]) -> None:
-        """Ask about tasks, and let the event loop do what the registry says."""
+        """Ask about a batch of tasks, and let the event loop carry out the decisions."""
         try:
             decisions = self._decide(batch)
-        except Exception:  # the thread has to live on
-            logger.exception("The registry is asked again about %d tasks", len(batch))
+        except Exception:  # the thread must survive
+            logger.exception("The decision on %d due tasks failed and is repeated", len(batch))
             self._ask_again(batch)
         else:
             self.act(partial(self._carry_out_all, batch, decisions))
 
     def gather_for(self, first: int) -> float:
-        """Return for how long to wait for more tasks, so that they share a round trip.
-
-        Not if the prefetch count lets hardly any more of them come.
-        """
+        """Return the batch window in seconds; 0 if the prefetch count is too small for a batch."""
         more = first * MIN_GATHERED
         return GATHER if may_hold(self._consumer, more) else 0.0
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:
-            # It may have been put back without a confirm, and that would follow the same arrival.
+            # A copy put back without a confirm may exist; it must not replace the same arrival.
             self.give(due._replace(arrival=due.arrival.named()), ASK_AGAIN)
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
@@ -222,9 +219,9 @@ class Decisions(BatchThread[_Due]):
             away = time.monotonic() - (self._down_since or time.monotonic())
             return [
                 Decision(Verdict.RUN)
-                if self._runs_without or not each.arrival.has_options
+                if self._runs_without or not due.arrival.has_options
                 else self._later(away)
-                for each in batch
+                for due in batch
             ]
         if self._down_since is not None:
             seconds = time.monotonic() - self._down_since
@@ -244,23 +241,23 @@ class Decisions(BatchThread[_Due]):
         self._down_since = self._down_since or time.monotonic()
         if not self._failures.allows():
             return
-        what = "run" if self._runs_without else "go back into the levels until it answers"
+        fate = "run" if self._runs_without else "go back into the levels until it answers"
         logger.warning(
-            "Delayed tasks with an option of the registry %s (rabbitdelay_registry_down), and all "
-            "others run: %s.",
-            what,
+            "The registry does not answer: delayed tasks with an option of the registry %s "
+            "(rabbitdelay_registry_down), all other tasks run: %s.",
+            fate,
             error,
         )
 
     def _later(self, away: float) -> Decision:
-        """Return that a task asks again after as long as there was no answer, within bounds."""
+        """Return the decision to ask again after as long as Redis has been away, within bounds."""
         return Decision(Verdict.LATER, wall_clock.ms() + pause_ms(away), is_answer=False)
 
     def _carry_out_all(self, batch: Sequence[_Due], decisions: Sequence[Decision]) -> None:
         for due, decision in zip(batch, decisions, strict=True):
             try:
                 self._carry_out(due, decision)
-            except Exception:  # the others are carried out all the same
+            except Exception:  # must not stop the other tasks of the batch
                 logger.exception(
                     "Task %s failed on its arrival; RabbitMQ redelivers it", due.shown_id
                 )
@@ -272,8 +269,8 @@ class Decisions(BatchThread[_Due]):
                 self._signal(signals.released, due)
                 self._hand_on(due, partial(self._run_strategy, due))
             case Verdict.DUPLICATE | Verdict.REPLACED:
-                # Another message of the task runs, or has run: its result is the task's.
-                logger.info("Task %s does not run twice.", due.shown_id)
+                # Another message of the task runs or has run, and stores the task's result.
+                logger.info("Task %s: a duplicate message is dropped.", due.shown_id)
                 self.acknowledge(due.delivery.ack)
             case Verdict.LATER:
                 self._put_back(due, decision)
@@ -282,8 +279,8 @@ class Decisions(BatchThread[_Due]):
             case Verdict.UNREADABLE:
                 if self._unreadable.allows(decision.why):
                     logger.error(
-                        "Task %s asks the registry again later: its record, key or job cannot be "
-                        "read: %s",
+                        "Task %s goes back into the levels, because its record, key or job cannot "
+                        "be read: %s",
                         due.shown_id,
                         decision.why,
                     )
@@ -295,8 +292,8 @@ class Decisions(BatchThread[_Due]):
                 self._discard(due, decision.verdict)
 
     def _hand_on(self, due: _Due, go_on: Action, is_cancelled: bool = False) -> None:
-        """Go on with a task, or give it to what takes it before."""
-        header = next((each for each in self.takers if each in due.waited.registry), None)
+        """Pass a task to the taker of one of its headers, or go on with it."""
+        header = next((name for name in self.takers if name in due.waited.registry), None)
         if header is None:
             go_on()
             return
@@ -317,7 +314,7 @@ class Decisions(BatchThread[_Due]):
     def _count(self, due: _Due, verdict: Verdict) -> None:
         asks_again = verdict in (Verdict.LATER, Verdict.UNREADABLE)
         if asks_again and due.waited.early.until_ms:
-            return  # it was counted when it went back first
+            return  # counted when the task first went back
         if not asks_again:
             may_run_ms = may_run_since(due.waited) if verdict is Verdict.RUN else None
             self._consumer.strategies.arrivals.note(may_run_ms, due.delivery.task)
@@ -333,7 +330,8 @@ class Decisions(BatchThread[_Due]):
         arrival = due.arrival
         if arrival.once:
             headers: dict[str, Any] = due.delivery.message.headers
-            # If Redis has noted this arrival and its answer was lost, the next one is no duplicate.
+            # Redis may have recorded this arrival, and its answer was lost. Naming the arrival in
+            # the mark keeps the next one from counting as a duplicate.
             headers[ONCE] = arrival.mark.after(arrival.name).text
             if not decision.is_answer and len(arrival.mark.former) == MAX_FORMER:
                 headers[REDELIVERED] = True

@@ -1,4 +1,4 @@
-"""A job is a set of tasks, however many. All of them run, or none does."""
+"""Jobs: sets of tasks of which all run or none."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from celery_rabbitdelay.registry.store import ScriptCall, Store, readable
 
 logger = logging.getLogger(__name__)
 
-#: How many jobs that are committed are remembered, so that their tasks need not ask.
+#: The number of cached committed jobs, whose tasks need not ask Redis.
 REMEMBERED: Final = 10_000
 
 
 class JobState(Enum):
-    """What becomes of the tasks of a job that are due."""
+    """The state of a job, which decides whether its due tasks run."""
 
     #: They wait.
     OPEN = "open"
@@ -43,7 +43,7 @@ class Job(NamedTuple):
         name: Its name.
         state: Its state.
         opened: When it was opened.
-        expires: When it turns aborted unless it is committed, or would have.
+        expires: When the job, unless committed, turns aborted.
     """
 
     name: str
@@ -55,17 +55,17 @@ class Job(NamedTuple):
 class Jobs:
     """The jobs under one prefix.
 
-    Several jobs may have a name, one after the other; each has an id of its own.
+    Successive jobs may have the same name; every job has its own id.
 
     Args:
-        store: Where they are kept.
+        store: Redis.
         names: The names of all keys.
-        keep_ms: For how many milliseconds what became of a job outlives its tasks.
-        margin_ms: For how many milliseconds after its last task is due its name is taken.
+        keep_ms: How long a job's outcome is kept after its tasks, in milliseconds.
+        margin_ms: How long a job's name stays taken after its last task is due, in milliseconds.
 
     Attributes:
-        on_expired: Called, if it is set, for each job that turns out not to have been committed in
-            time, in the process that finds out first.
+        on_expired: Called for every job that was not committed in time, in the process that detects
+            it first.
     """
 
     def __init__(self, store: Store, names: Names, keep_ms: int, margin_ms: int) -> None:
@@ -74,24 +74,25 @@ class Jobs:
         self._keep_ms = keep_ms
         self._margin_ms = margin_ms
         self.on_expired: Callable[[], None] | None = None
-        #: The names and ids of jobs that are committed: nothing changes that any more, and when
-        #: Redis forgets them, their tasks run likewise.
+        #: The names and ids of committed jobs. A commit is final, and the tasks of a committed job
+        #: run even after its record has expired.
         self._committed: set[tuple[str, str]] = set()
-        #: The ids of jobs of which this process does not know whether it has opened them: other
-        #: threads that open the same job have ids of their own.
+        #: The ids of jobs whose opening Redis did not confirm to this process, for the next try.
+        #: Other threads that open the same job have their own ids.
         self._opening: dict[str, str] = {}
 
     def open(self, job: str, expires_ms: int) -> None:
         """Open a job, whose tasks wait until it is committed.
 
-        If the answer of Redis is lost, call it again in the same process: it knows its own job.
+        If the answer of Redis is lost, repeat the call in the same process, which knows its own
+        job.
 
         Args:
-            job: Its name.
-            expires_ms: Milliseconds after which it turns aborted unless it is committed.
+            job: The name.
+            expires_ms: Milliseconds after which the job, unless committed, turns aborted.
 
         Raises:
-            JobClosed: There is such a job already, open or not.
+            JobClosed: A job with this name exists, open or not.
         """
         job_id = self._opening.pop(job, None) or new_copy()
         try:
@@ -103,22 +104,22 @@ class Jobs:
             raise JobClosed(job, state)
 
     def join(self, job: str, due_ms: int) -> tuple[JobState | None, str]:
-        """Note that a task is sent with a job, and when it is due.
+        """Record the due time of a task that is sent with a job.
 
         Returns:
-            The job's state, None if there is no such job; and its id.
+            The job's state, or None if the job does not exist; and its id.
         """
         state, job_id, _ = self._call(job, "join", "", due_ms)
         return JobState(state) if state else None, job_id
 
     def end(self, job: str, state: JobState) -> tuple[str, int]:
-        """Commit or abort a job, by one write. To do so again changes nothing.
+        """Commit or abort a job, in one write. Repeating the call changes nothing.
 
         Returns:
             The job's id, and when it would have expired, in milliseconds since 1970-01-01 UTC.
 
         Raises:
-            JobClosed: It was ended otherwise, or there is no such job.
+            JobClosed: The job has ended in the other state, or does not exist.
         """
         verb = "commit" if state is JobState.COMMITTED else "abort"
         found, job_id, expires_ms = self._call(job, verb)
@@ -127,55 +128,55 @@ class Jobs:
         return job_id, int(expires_ms)
 
     def confirm(self, job: str, job_id: str) -> None:
-        """Say that a job was committed, in case that Redis has lost it; see :meth:`end`."""
+        """Record again that a job was committed, in case Redis has lost it; see :meth:`end`."""
         self._call(job, "confirm", job_id)
 
     def state(self, job: str) -> JobState | None:
-        """Return the state of the latest job of a name; None if there is none."""
+        """Return the state of a name's latest job; None if there is no such job."""
         state = self.states([(job, "")]).get((job, ""))
         known: JobState | None = readable(f"the record of job {job!r}", state)
         return known
 
     def all(self, now_ms: int, most: int) -> list[Job]:
-        """Return the jobs that Redis remembers, the newest first.
+        """Return the jobs in Redis, newest first.
 
         Args:
             now_ms: The time by the clock of Redis.
-            most: At most so many.
+            most: The limit of returned jobs.
         """
         lists = [*self._names.jobs()]
         found: list[list[tuple[str, float]]] = self._store.commands(
-            lambda pipe: [pipe.zrevrange(each, 0, most - 1, withscores=True) for each in lists]
+            lambda pipe: [pipe.zrevrange(key, 0, most - 1, withscores=True) for key in lists]
         )
         newest = sorted((-int(opened_ms), name) for shard in found for name, opened_ms in shard)
         keys = [self._names.of("job", name) for _, name in newest[:most]]
         records = self._store.commands(
-            lambda pipe: [pipe.hmget(each, "state", "expires") for each in keys]
+            lambda pipe: [pipe.hmget(key, "state", "expires") for key in keys]
         )
         jobs = []
         for (opened_ms, name), (state, expires) in zip(newest, records, strict=False):
             if state in _STATES and expires:
                 is_expired = state == JobState.OPEN.value and int(expires) <= now_ms
-                told = JobState.ABORTED if is_expired else JobState(state)
-                jobs.append(Job(name, told, instant_of(-opened_ms), instant_of(int(expires))))
+                now = JobState.ABORTED if is_expired else JobState(state)
+                jobs.append(Job(name, now, instant_of(-opened_ms), instant_of(int(expires))))
         return jobs
 
     def open_ones(self, now_ms: int) -> list[str]:
-        """Return the names of all jobs that are open at an instant by the clock of Redis."""
+        """Return the names of all jobs open at an instant by the clock of Redis."""
         lists = [*self._names.open_jobs()]
         found: list[list[str]] = self._store.commands(
-            lambda pipe: [pipe.zrangebyscore(each, f"({now_ms}", "+inf") for each in lists]
+            lambda pipe: [pipe.zrangebyscore(key, f"({now_ms}", "+inf") for key in lists]
         )
         return [name for names in found for name in names]
 
     def states(self, jobs: Collection[tuple[str, str]]) -> dict[tuple[str, str], JobState | str]:
-        """Return the states of jobs, without those that do not exist.
+        """Return the states of all existing jobs among these.
 
         Args:
-            jobs: Their names and ids; an empty id is that of the latest job of the name.
+            jobs: Names and ids; an empty id stands for the latest job of the name.
 
         Returns:
-            For each its state, or if its record cannot be read, a text that says so.
+            The state of every job, or an error text if its record cannot be read.
         """
         found = dict[tuple[str, str], JobState | str]()
         found |= {job: JobState.COMMITTED for job in jobs if job in self._committed}
@@ -202,7 +203,7 @@ class Jobs:
         return self._noted(job, answer)
 
     def _run(self, calls: Sequence[tuple[str, str, str, int]]) -> Sequence[Any]:
-        """Return what ``job.lua`` says to names of jobs, verbs, ids and instants."""
+        """Return the answers of ``job.lua`` to names of jobs, verbs, ids and instants."""
         keys = [self._names.of("job", job) for job, *_ in calls]
         arguments = [(verb, own, at, self._margin_ms) for _, verb, own, at in calls]
         script = ScriptCall("job", keys, arguments, self._keep_ms)
@@ -210,16 +211,16 @@ class Jobs:
         return answers
 
     def _noted(self, job: str, answer: Sequence[str]) -> Sequence[str]:
-        """Return the state, the id and the expiry that the script answers; note if it has expired.
+        """Return the state, the id and the expiry in an answer; report a job that has expired.
 
         Raises:
-            RegistryUnavailable: It is a text, which says that the record of the job cannot be read.
+            RegistryUnavailable: The answer is an error: the job's record cannot be read.
         """
         state, job_id, expires_ms, *is_newly_expired = readable(
             f"the record of job {job!r}", answer
         )
         if is_newly_expired:
-            logger.warning("Job %r was not committed in time; its tasks do not run.", job)
+            logger.warning("Job %r was not committed in time: its tasks do not run.", job)
             if self.on_expired is not None:
                 self.on_expired()
         return state, job_id, expires_ms

@@ -1,4 +1,4 @@
-"""Pauses: the due tasks of one name, or for one queue, wait until they are resumed."""
+"""Pauses: due tasks of a name, or for a queue, wait until they are resumed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from celery_rabbitdelay.registry.store import ScriptCall, Store, readable
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for which a worker does not ask again what is paused.
+#: How long a worker caches the pauses, in seconds.
 FRESH: Final = 1.0
 
-#: All tasks that a worker holds, by a pause or an open job, together ask again this often in a
-#: second. If that is not enough for all, each asks again after this part of the time that it has
-#: been held.
+#: The rate, per second, at which all tasks held by a worker (by a pause or an open job) together
+#: ask again. A task may wait for its turn up to this share of the time that it has been held.
 PER_SECOND: Final = 50
 SHARE: Final = 0.25
 
-#: Up to this part is taken off at random, so that not all of them come at once.
+#: Up to this share of a wait is taken off at random, so that tasks do not return all at once.
 JITTER: Final = 0.25
 
-#: The bounds of that, in milliseconds: the least, the least if there are many, and the most.
+#: The bounds of a wait in milliseconds: the shortest, the shortest among many tasks, the longest.
 MIN_MS: Final = 1_000
 MIN_OF_MANY_MS: Final = 5_000
 MAX_MS: Final = 600_000
@@ -42,13 +41,13 @@ _TASK, _QUEUE = "task:", "queue:"
 
 
 class Paused(NamedTuple):
-    """Due tasks that wait until they are resumed.
+    """A pause.
 
     Attributes:
-        task: The name of the tasks; None if they are those for a queue.
-        queue: The name of the queue; None if they are those of a name.
-        since: Since when.
-        until: Until when; None until they are resumed.
+        task: The name of the paused tasks; None if a queue is paused.
+        queue: The name of the paused queue; None if a task name is paused.
+        since: The start.
+        until: The end; None if the pause lasts until the resume.
     """
 
     task: str | None
@@ -61,25 +60,25 @@ class Pauses:
     """The pauses under one prefix.
 
     Args:
-        store: Where it is kept.
+        store: Redis.
         names: The names of all keys.
     """
 
     def __init__(self, store: Store, names: Names) -> None:
         self._store = store
         self._key = names.only("paused")
-        self._unreadable = WarningLimit(logger, "Reads of what is paused")
+        self._unreadable = WarningLimit(logger, "Reads of the pauses")
         self._known: Mapping[str, int] | None = None
         self._known_until = 0.0
 
     def pause(self, task: str | None, queue: str | None, until_ms: int | None = None) -> datetime:
-        """Pause the tasks of a name, or for a queue; return since when they are paused.
+        """Pause the tasks of a name or for a queue; return the start of the pause.
 
         Args:
             task: The name; None for a queue.
             queue: The queue; None for a name.
-            until_ms: When the pause ends by itself, by the clock of Redis, in milliseconds since
-                1970-01-01 UTC; None: at the resume. It replaces that of an earlier call.
+            until_ms: The end of the pause by the clock of Redis, in milliseconds since 1970-01-01
+                UTC; None for no end. It replaces the end given earlier.
 
         Raises:
             RegistryUnavailable: Redis does not answer.
@@ -88,24 +87,24 @@ class Pauses:
         return instant_of(int(self._change("pause", _field(task, queue), until)))
 
     def resume(self, task: str | None, queue: str | None) -> bool:
-        """Take :meth:`pause` back; return whether they were paused."""
+        """End a pause; return whether there was one."""
         return bool(self._change("resume", _field(task, queue), ""))
 
     def all(self) -> list[Paused]:
-        """Return what is paused, the longest first."""
+        """Return all pauses, oldest first."""
         paused = []
         for field, (since_ms, until_ms) in _read(self._look()).items():
             kind, _, name = field.partition(":")
             task, queue = (name, None) if kind == "task" else (None, name)
             until = None if until_ms is None else instant_of(until_ms)
             paused.append(Paused(task, queue, instant_of(since_ms), until))
-        return sorted(paused, key=lambda each: each.since)
+        return sorted(paused, key=lambda pause: pause.since)
 
     def known(self) -> Mapping[str, int]:
-        """Return what is paused, or was a second ago; for :func:`paused_since`.
+        """Return the pauses for :func:`paused_since`, from a cache of :data:`FRESH` seconds.
 
-        What cannot be read holds up no task: then nothing is paused, and it is logged. If the
-        server of a cluster that knows is away, what it said last counts.
+        If the pauses cannot be read, no task is held, and an error is logged. While the cluster's
+        server that has them is away, its last answer counts.
 
         Raises:
             RegistryUnavailable: Redis has not answered yet.
@@ -125,7 +124,7 @@ class Pauses:
         return known
 
     def oldest_ms(self) -> int | None:
-        """Return since when something is paused, in milliseconds; None if nothing is.
+        """Return the start of the oldest pause, in milliseconds; None if nothing is paused.
 
         Raises:
             RegistryUnavailable: As for :meth:`known`.
@@ -137,14 +136,14 @@ class Pauses:
             return {field: since_ms for field, (since_ms, _) in _read(answer).items()}
         except RegistryUnavailable as error:
             if self._unreadable.allows(str(error)):
-                logger.error("No task is paused: %s", error)
+                logger.error("The pauses are ignored, all due tasks run: %s", error)
             return {}
 
     def _look(self) -> Sequence[str]:
         return self._call("look")
 
     def _change(self, verb: str, field: str, until: str) -> str:
-        return str(readable("what is paused", self._call(verb, field, until)))
+        return str(readable("the list of pauses", self._call(verb, field, until)))
 
     def _call(self, *words: str) -> Sequence[str]:
         call = ScriptCall("pause", [self._key], [words])
@@ -153,23 +152,23 @@ class Pauses:
 
 
 def paused_since(known: Mapping[str, int], task: str, queue: str) -> int:
-    """Return since when a task's name or its queue is paused, in milliseconds; 0 if neither is."""
+    """Return the start of a task's pause, by name or queue, in milliseconds; 0 if not paused."""
     found = (known.get(_TASK + task, 0), known.get(_QUEUE + queue, 0))
     return min(filter(None, found), default=0)
 
 
 class Questions:
-    """Says when tasks that are held ask again: soon after what holds them ends, at little cost."""
+    """Spreads the requests of held tasks: rare enough to be cheap, and soon after the hold ends."""
 
     def __init__(self) -> None:
-        #: When the last of them would ask if they came one after the other.
+        #: The time of the last request, if all held tasks ask one after the other.
         self._last = 0.0
 
     def after_ms(self, held_ms: int) -> int:
-        """Return after how many milliseconds a task asks again.
+        """Return the wait in milliseconds until a held task asks again.
 
         Args:
-            held_ms: For how long it has been held.
+            held_ms: How long the task has been held.
         """
         now, longest = time.monotonic(), min(max(held_ms * SHARE, MIN_OF_MANY_MS), MAX_MS)
         self._last = min(max(self._last, now) + 1 / PER_SECOND, now + MAX_MS / 1000)
@@ -182,13 +181,13 @@ def _field(task: str | None, queue: str | None) -> str:
 
 
 def _read(answer: Sequence[str]) -> dict[str, tuple[int, int | None]]:
-    """Return since when and until when what is paused, by field, in milliseconds.
+    """Return the start and the end of every pause by field, in milliseconds.
 
-    What is no instant counts as long ago, or as no end.
+    An invalid start counts as long ago, an invalid end as none.
     """
-    told = list(readable("what is paused", answer))
+    words = list(readable("the list of pauses", answer))
     paused: dict[str, tuple[int, int | None]] = {}
-    for field, value in zip(told[::2], told[1::2], strict=True):
+    for field, value in zip(words[::2], words[1::2], strict=True):
         since, _, until = value.partition(" ")
         since_ms = max(int(since), 1) if is_digits(since, LATEST_MS) else 1
         paused[field] = since_ms, int(until) if is_digits(until, LATEST_MS) else None

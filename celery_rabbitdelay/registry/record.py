@@ -1,4 +1,4 @@
-"""What is known of one task: its record, its stored message, and where it waits."""
+"""The state of one task: its record, its stored message, and where it waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from kombu import Queue
 
@@ -27,19 +27,19 @@ from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.index import Kind
 from celery_rabbitdelay.registry.registry import Registry
 
-#: A deflate stream without a header (RFC 1951); the dictionary is that of envelopes. The window is
-#: of 4 KiB: allocating zlib's usual one takes ten times as long as compressing a small message.
+#: A deflate stream without a header (RFC 1951), with the dictionary of envelopes. The window is
+#: 4 KiB: allocating zlib's default window takes ten times as long as compressing a small message.
 RAW: Final = -12
 MEMORY: Final = 4
 
 
 def stored(delayed: Delayed, content: Content | None = None, tolerance_ms: int = 0) -> str:
-    """Return a message as text.
+    """Return the text form of a message and its destination.
 
     Args:
-        delayed: The message, and where it goes.
-        content: The message as bytes; None for that of ``delayed``.
-        tolerance_ms: How many milliseconds later it may arrive.
+        delayed: The message and its destination.
+        content: The message as bytes, if already encoded.
+        tolerance_ms: How many milliseconds late the message may arrive.
     """
     properties, body = content or Content.of(delayed.message.amqp())
     queue = delayed.queue.name if delayed.queue is not None else None
@@ -50,9 +50,9 @@ def stored(delayed: Delayed, content: Content | None = None, tolerance_ms: int =
 
 
 def restored(text: str, task_id: str) -> Delayed:
-    """Return the message of a text that :func:`stored` has returned.
+    """Return the message and its destination from the text form; see :func:`stored`.
 
-    Its queue is the name alone: nothing is known about its arguments.
+    The queue has its name only, because the text does not contain its arguments.
 
     Args:
         text: The text.
@@ -83,10 +83,10 @@ _FIELDS = ("cancelled", "ran", "waits", "due", "not_before", "order", "kind", "k
 class TaskState(Enum):
     """The state of a task in the registry."""
 
-    #: It waits, or should have arrived by now.
+    #: It waits, or is overdue.
     WAITING = "waiting"
 
-    #: It has arrived at a worker; a retry of it would wait.
+    #: It has arrived at a worker, and no retry waits.
     ARRIVED = "arrived"
 
     #: It was cancelled.
@@ -95,7 +95,7 @@ class TaskState(Enum):
     #: A newer task was sent under its key.
     SUPERSEDED = "superseded"
 
-    #: It was postponed before anything else was known of it.
+    #: It was postponed, and is otherwise unknown.
     NOTED = "noted"
 
 
@@ -104,13 +104,13 @@ class Record(NamedTuple):
 
     Attributes:
         state: Its state.
-        due_ms: When the first of its messages is due, in milliseconds since 1970-01-01 UTC; None if
-            that is not known.
-        postponed_ms: Until when it was postponed, likewise.
+        due_ms: The earliest due time of its messages, in milliseconds since 1970-01-01 UTC; None if
+            unknown.
+        postponed_ms: The due time that it was postponed to; None if it was not.
         name: Its name, if it is tracked and waits.
-        key: The key that it was sent with, if it waits.
-        job: The job that it was sent with, if it is tracked and waits.
-        sent_ms: When it was sent, likewise, in milliseconds since 1970-01-01 UTC.
+        key: Its key, if it waits.
+        job: Its job, if it is tracked and waits.
+        sent_ms: When it was sent, if it is tracked and waits.
     """
 
     state: TaskState
@@ -123,12 +123,12 @@ class Record(NamedTuple):
 
     @property
     def runs_ms(self) -> int:
-        """When it runs at the earliest, if it waits; in milliseconds since 1970-01-01 UTC."""
+        """When a waiting task runs at the earliest, in milliseconds since 1970-01-01 UTC."""
         return max(self.due_ms or 0, self.postponed_ms or 0)
 
 
 def record_of(registry: Registry, task_id: str) -> Record | None:
-    """Return what is noted about a task; None if that is nothing.
+    """Return the record of a task; None if there is none.
 
     Raises:
         RegistryUnavailable: Redis did not answer, or the record cannot be read.
@@ -140,7 +140,7 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
     cancelled, ran, waits, due, not_before, order = numbers
     newest = registry.newest_under(key)[0] if key else ""
     try:
-        life = waits.partition(".")[0] if waits else ""  # "?" and more if its sender could not ask
+        life = waits.partition(".")[0] if waits else ""  # "?..." if its sender could not ask Redis
         latest = max(int(ran or 0), int(life) if life.isdigit() else 0)
         if cancelled and latest <= int(cancelled):
             state = TaskState.CANCELLED
@@ -160,20 +160,20 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
     return Record(state, due_ms, postponed_ms, name, key, job, sent_ms)
 
 
-#: Celery's headers that say how a task is shown.
+#: Celery's headers that describe a task for display.
 SHOWN: Final = ("shadow", "argsrepr", "kwargsrepr")
 
-#: Milliseconds that a message may take to the broker, or from one queue to the next.
+#: How long a message may take to the broker, or from one queue to the next, in milliseconds.
 SLACK_MS: Final = 2000
 
 
-class Said(NamedTuple):
-    """What the stored message of a tracked task says; None where it does not.
+class MessageFacts(NamedTuple):
+    """Facts from the stored message of a tracked task; None where unknown.
 
     Attributes:
-        shadow: The name under which Celery shows the task, if that is another one than its own.
+        shadow: The name under which Celery shows the task, if different from its own.
         args, kwargs, queue, exchange, routing_key, priority: See :class:`KnownTask`.
-        tolerance_ms: How many milliseconds later it may arrive.
+        tolerance_ms: How many milliseconds late the task may arrive.
     """
 
     shadow: str | None = None
@@ -186,16 +186,16 @@ class Said(NamedTuple):
     tolerance_ms: int | None = None
 
     @classmethod
-    def by(cls, message: str | None) -> Said:
-        """Read a message as the registry has it; empty or None if it is not known."""
+    def of(cls, message: str | None) -> Self:
+        """Parse the text form of a message; empty or None if it is unknown."""
         if not message:
             return cls()
         try:
             waiting, tolerance_ms = restored(message, "").message, json.loads(_parts(message)[0])[2]
-        except Exception:  # noqa: BLE001 - of a task whose message cannot be read the rest is shown
+        except Exception:  # noqa: BLE001 - an unreadable message must not hide the record
             return cls()
         headers, others = waiting.headers, waiting.headers.others
-        shadow, args, kwargs = (others.get(each) or None for each in SHOWN)
+        shadow, args, kwargs = (others.get(name) or None for name in SHOWN)
         where = headers.queue, headers.exchange, headers.routing_key
         priority = headers.priority or waiting.properties.get("priority")
         return cls(shadow, args, kwargs, *where, priority, tolerance_ms)
@@ -203,31 +203,30 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownTask:
-    """A task as the registry and the broker know it now; None where they know nothing.
+    """The present state of a task, from the registry and the broker; None where unknown.
 
     Attributes:
         task_id: Its id.
         state: ``waiting``, ``arrived`` (at a worker), ``cancelled``, ``superseded``, or ``noted``
-            (it was postponed before anything else was known of it).
+            (postponed, but otherwise unknown).
         due: When it is due, if it waits.
-        postponed: Until when it was postponed.
+        postponed: The due time that it was postponed to.
         sent: When it was sent, if it is tracked and waits.
-        key: The key that it was sent with, if it waits.
-        job: The job that it was sent with. This, and what follows, is known of tracked tasks that
-            wait.
-        job_state: ``open``, ``committed`` or ``aborted``; None if there is no such job any more.
+        key: Its key, if it waits.
+        job: Its job. This and the fields below are known of waiting tracked tasks only.
+        job_state: ``open``, ``committed`` or ``aborted``; None if the job no longer exists.
         task: Its name.
         args: Its positional arguments as text: Celery's ``argsrepr``.
-        kwargs: Its keyword arguments, likewise.
-        queue: The queue that gets it when it is due; None if the exchange routes it.
-        exchange: The exchange that it would have been published to without a delay.
-        routing_key: The routing key that it would have been published with.
+        kwargs: Its keyword arguments as text: Celery's ``kwargsrepr``.
+        queue: The queue that gets the task when it is due; None if the exchange routes it.
+        exchange: The exchange that gets the task when it is due.
+        routing_key: The routing key that the task has then.
         priority: Its priority.
-        may_be_in: If it waits, the queues in which its message may be, as ``status`` names them,
-            and how many messages each has, without those that are empty. Of a tracked task it is
-            one, or two when it goes from one to the next, by when it was sent, its due time and
-            the layout; of others, all that last so long. Once it is due, it may have left them.
-        missing: If it waits, the queues of the levels and modules that the broker does not have.
+        may_be_in: The non-empty queues in which the message of a waiting task may be, as ``status``
+            names them, with their message counts. For a tracked task this is one queue, or two
+            while the message moves to the next; for other tasks, all queues whose wait is long
+            enough. A message that is due may have left them.
+        missing: For a waiting task, the queues of levels and modules that the broker lacks.
     """
 
     task_id: str
@@ -252,13 +251,13 @@ class KnownTask:
 def known_task(
     registry: Registry, task_id: str, layout: Layout, backlog: Callable[[], Backlog]
 ) -> KnownTask | None:
-    """Return what is known of a task; None if that is nothing.
+    """Return the state of a task; None if the registry does not know it.
 
     Args:
         registry: The registry.
-        task_id: Its id.
-        layout: The levels in which it waits.
-        backlog: Asks the broker what waits in them; called if the task waits.
+        task_id: The id of the task.
+        layout: The layout of the levels.
+        backlog: Reads the message counts of the levels; called for a waiting task only.
 
     Raises:
         RegistryUnavailable: Redis did not answer, or the record of the task or of its job cannot be
@@ -267,7 +266,7 @@ def known_task(
     record = record_of(registry, task_id)
     if record is None:
         return None
-    said = Said.by(registry.index.messages([task_id])[0])
+    facts = MessageFacts.of(registry.index.messages([task_id])[0])
     job = registry.jobs.state(record.job) if record.job else None
     waits = record.state is TaskState.WAITING
     found = backlog() if waits else None
@@ -280,14 +279,14 @@ def known_task(
         record.key,
         record.job,
         None if job is None else job.value,
-        said.shadow or record.name,
-        said.args,
-        said.kwargs,
-        said.queue,
-        said.exchange,
-        said.routing_key,
-        said.priority,
-        {} if found is None else dict(_may_be_in(layout, record, said.tolerance_ms, found)),
+        facts.shadow or record.name,
+        facts.args,
+        facts.kwargs,
+        facts.queue,
+        facts.exchange,
+        facts.routing_key,
+        facts.priority,
+        {} if found is None else dict(_may_be_in(layout, record, facts.tolerance_ms, found)),
         () if found is None else found.missing,
     )
 
@@ -302,13 +301,13 @@ def _may_be_in(
     """Yield the queues in which a message may be, and their messages; see :class:`KnownTask`."""
     sent_ms, due_ms, now_ms = record.sent_ms, record.due_ms or 0, wall_clock.ms()
     if record.runs_ms > due_ms <= now_ms:
-        # Its message was put back for the rest when the first due time came.
+        # At the first due time, the message was put back for the remaining time.
         sent_ms, due_ms, tolerance_ms = due_ms, record.runs_ms, 0
     others = [CHECK_IN, "meditation"]
     digits = may_wait_in(layout, due_ms - now_ms)
     if sent_ms is not None and tolerance_ms is not None:
         delay_ms, passed_ms = due_ms - sent_ms, now_ms - sent_ms
-        # If it is late, something has put it back.
+        # A late message has been put back.
         if delay_ms <= layout.capacity_ms and passed_ms <= delay_ms + tolerance_ms + SLACK_MS:
             others, digits = [], waits_in(layout, delay_ms, passed_ms, tolerance_ms, SLACK_MS)
     if due_ms <= now_ms:
@@ -322,10 +321,10 @@ def _may_be_in(
 
 
 def may_wait_in(layout: Layout, remaining_ms: int) -> Iterator[tuple[Level, int]]:
-    """Yield the digits in whose queues a message may be that is due in so many milliseconds.
+    """Yield the digits in whose queues a message with a given remaining time may be.
 
-    It waits the longest digits first. Its delay when it was sent is not known, so these are all
-    digits that last so long, together with the lower ones behind them; see :func:`waits_in`.
+    The original delay is unknown. A message waits in its highest digit first, so these are all
+    digits that last, together with all lower digits, at least the remaining time.
     """
     for level in layout.levels:
         for digit in range(max(remaining_ms // level.place_ms, 1), level.base):
@@ -335,27 +334,27 @@ def may_wait_in(layout: Layout, remaining_ms: int) -> Iterator[tuple[Level, int]
 def waits_in(
     layout: Layout, delay_ms: int, passed_ms: int, tolerance_ms: int, slack_ms: int
 ) -> Iterator[tuple[Level, int]]:
-    """Yield the digits in whose queues a message may be, some time after it was sent.
+    """Yield the digits in whose queues a message may be, a given time after it was sent.
 
-    One, or two around the moment when it goes from one to the next; a few more if its
-    tolerance allowed a longer delay with fewer stops.
+    This is one digit, or two while the message moves to the next; a few more if a tolerance
+    allowed a longer delay with fewer stops.
 
     Args:
         layout: The layout.
-        delay_ms: Its delay when it was sent, at most the capacity.
-        passed_ms: How long ago that was.
-        tolerance_ms: By how much its delay may have been longer.
-        slack_ms: How exact both times are, and how long the broker takes to pass it on.
+        delay_ms: The delay when the message was sent, at most the capacity.
+        passed_ms: The time since then.
+        tolerance_ms: How much longer the delay may have been.
+        slack_ms: The accuracy of both times, including the broker's time for passing a message on.
     """
     found: dict[tuple[Level, int], None] = {}
     latest_ms = min(delay_ms + slack_ms, layout.capacity_ms)
     for about_ms in {*range(max(delay_ms - slack_ms, 1), latest_ms, layout.tick_ms), latest_ms}:
         multiples = {-(-about_ms // place_ms) * place_ms for place_ms in layout.places_ms}
         longest_ms = min(about_ms + tolerance_ms, layout.capacity_ms)
-        for each_ms in {about_ms, *(each for each in multiples if each <= longest_ms)}:
+        for total_ms in {about_ms, *(ms for ms in multiples if ms <= longest_ms)}:
             until_ms = 0
-            for level, digit in zip(layout.levels, layout.digits(each_ms), strict=True):
+            for level, digit in zip(layout.levels, layout.digits(total_ms), strict=True):
                 since_ms, until_ms = until_ms, until_ms + digit * level.place_ms
                 if digit and since_ms - slack_ms <= passed_ms <= until_ms + slack_ms:
                     found[level, digit] = None
-    yield from sorted(found, key=lambda each: -each[0].place_ms * each[1])
+    yield from sorted(found, key=lambda stop: -stop[0].place_ms * stop[1])

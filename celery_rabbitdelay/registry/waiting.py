@@ -1,4 +1,4 @@
-"""``app.rabbitdelay``: cancel, postpone and list tasks that wait."""
+"""The registry's part of ``app.rabbitdelay``: cancel, postpone and list waiting tasks."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from celery_rabbitdelay.registry.store import readable
 
 logger = logging.getLogger(__name__)
 
-#: Several tasks have the least certain of their outcomes.
+#: The outcomes, least certain first. The outcome of several tasks is their least certain one.
 LEAST_CERTAIN: Final = tuple(Outcome)
 
-#: The outcomes by which a task will not run, or not before.
+#: The outcomes that a decision was recorded: the task will not run, or not before its new due time.
 _DECIDED: Final = (Outcome.DONE, Outcome.NOTED)
 
-#: What a second message of a task was too late for, by what the registry says of it.
+#: The outcome if a second message came too late, by its state in the registry.
 _FOUND: Final = {
     "cancelled": Outcome.CANCELLED,
     "superseded": Outcome.CANCELLED,
     "released": Outcome.RELEASED,
 }
 
-#: A task, or several: ids and results of sends.
+#: One task or several: ids and results of sends.
 Meant: TypeAlias = "str | UUID | ResultBase | Iterable[Meant]"
 
 #: The reason in the result of a task that was cancelled while it waited.
@@ -57,7 +57,7 @@ REASON: Final = "cancelled"
 
 
 class Filters(TypedDict, total=False):
-    """Which tracked tasks that wait are meant; see :meth:`Waiting.pending`."""
+    """Filters of waiting tracked tasks; see :meth:`Waiting.pending`."""
 
     task: str | None
     key: str | None
@@ -67,7 +67,7 @@ class Filters(TypedDict, total=False):
 
 
 class Waiting(Holding):
-    """What the registry can do about tasks that wait, all of it a part of ``app.rabbitdelay``.
+    """The methods of ``app.rabbitdelay`` that concern waiting tasks.
 
     All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
     :class:`.RegistryUnavailable` if Redis does not answer.
@@ -89,27 +89,26 @@ class Waiting(Holding):
         job: str | None = None,
         also_future: bool = True,
     ) -> Outcome:
-        """Cancel a task that waits: it will not run, whatever restarts until it is due.
+        """Cancel a waiting task. The cancellation survives restarts until the task is due.
 
-        Its result becomes ``REVOKED``: at once if it is known that it waits, otherwise when it
-        would have been due. Workers that have received it already, and have not started it, revoke
-        it as Celery does.
+        The task's result becomes ``REVOKED``: at once if the registry knows that the task waits,
+        otherwise when the task would have been due. A worker that has received but not started the
+        task revokes it, as with Celery's ``revoke``.
 
-        Redis does not know of a task that is neither tracked nor sent with a key before it arrives.
-        The id of such a task, or of one that is sent later, is noted for ten years.
+        Before its arrival, Redis does not know a task that is neither tracked nor sent with a key.
+        The cancellation of an unknown id is kept for ten years.
 
         Args:
-            task: Its id; or the result of a send: of one task, of a chain, or of a group, whose
-                tasks are all cancelled; or several of these.
-            key: Instead of a task: the key that it was sent with.
-            job: Instead of a task: the job that tasks were sent with. An open job is aborted; of
-                a job that is committed, the tracked tasks are cancelled.
-            also_future: Whether to note an id of which nothing is known.
+            task: The id; or the result of a send (of one task, of a chain, or of a group, whose
+                tasks are all cancelled); or several of these.
+            key: Instead of a task: its key.
+            job: Instead of a task: its job. An open job is aborted; in a committed job, the tracked
+                tasks are cancelled.
+            also_future: Whether to record the cancellation of an unknown id.
 
         Returns:
-            What was found. For an id of which nothing is known ``NOTED``, or without
-            ``also_future`` ``UNKNOWN``, as for a key that no task has. For several tasks, the
-            least certain answer.
+            The outcome. An unknown id gives ``NOTED``, or without ``also_future`` ``UNKNOWN``, as
+            does an unknown key. Several tasks give their least certain outcome.
 
         Raises:
             TypeError: Not exactly one of a task, a key and a job.
@@ -120,7 +119,7 @@ class Waiting(Holding):
             with suppress(JobClosed):
                 self.abort_job(job)
                 return Outcome.DONE
-            return self._cancel([each.task_id for each in self.pending(job=job)])
+            return self._cancel([waiting.task_id for waiting in self.pending(job=job)])
         return self._cancel(self._meant(task, key), also_future)
 
     def _cancel(self, ids: list[str], also_future: bool = True) -> Outcome:
@@ -135,7 +134,11 @@ class Waiting(Holding):
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - the tasks are cancelled, whatever a backend says
-            logger.warning("Results become REVOKED only when their tasks are due: %s", error)
+            logger.warning(
+                "Cancelled tasks become REVOKED only when they are due, as the result backend "
+                "failed: %s",
+                error,
+            )
         self._say_cancelled(found)
         return min(outcomes, key=LEAST_CERTAIN.index)
 
@@ -143,7 +146,7 @@ class Waiting(Holding):
         for task_id, outcome in found.items():
             if outcome in _DECIDED:
                 signals.send(signals.cancelled, self._delays.app, task_id, None)
-        # No worker has a task that waits: it asks the registry when the task arrives.
+        # No worker has a waiting task; the worker asks the registry when the task arrives.
         arrived = (Outcome.RELEASED, Outcome.NOTED, Outcome.CANCELLED)
         ids = [task_id for task_id, outcome in found.items() if outcome in arrived]
         revoke_by_celery(self._delays.app, ids)
@@ -154,13 +157,13 @@ class Waiting(Holding):
         sent_before: datetime | None = None,
         **filters: Unpack[Filters],
     ) -> int:
-        """Cancel all tasks that :meth:`pending` lists, a hundred at a time; return how many.
+        """Cancel all tasks that :meth:`pending` lists, a hundred at a time; return their number.
 
-        Their results become ``REVOKED`` when they would have been due. If it fails in the middle,
-        some are cancelled: call it again.
+        Their results become ``REVOKED`` when they would have been due. If the call fails halfway,
+        some tasks are cancelled: repeat it.
 
         Args:
-            sent_before: Only those that were sent before; None: before this call.
+            sent_before: Cancel only tasks sent before this instant; by default before this call.
             **filters: As for :meth:`pending`; without any, all tasks.
         """
         before = sent_before or instant_of(self.registry.now_ms() + 1)
@@ -168,18 +171,19 @@ class Waiting(Holding):
         return sum(self.cancel_batches(wanted))
 
     def cancel_batches(self, wanted: Filter) -> Iterator[int]:
-        """Cancel tasks as :meth:`cancel_pending`, and yield how many were after each batch.
+        """Cancel tasks like :meth:`cancel_pending`; yield the number of cancelled tasks per batch.
 
         Args:
-            wanted: Which tasks; with ``sent_before_ms``, or it goes on as long as more are sent.
+            wanted: The filter. Without ``sent_before_ms``, the iteration continues as long as
+                matching tasks are sent.
         """
         has_found = True
-        # Until none is found: one that is postponed meanwhile may have moved to a place that was
-        # read before.
+        # Repeat until no task is found: a task postponed meanwhile may have moved to a page that
+        # was read before.
         while has_found:
             has_found = False
             for part in self.registry.index.parts(wanted):
-                ids = [each.task_id for each in part.tasks]
+                ids = [waiting.task_id for waiting in part.tasks]
                 outcomes = self.registry.cancel_each(ids, also_future=False)
                 self._say_cancelled(dict(zip(ids, outcomes, strict=True)))
                 done = outcomes.count(Outcome.DONE)
@@ -189,9 +193,9 @@ class Waiting(Holding):
                 has_found = has_found or done > 0
 
     def is_waiting(self, task_id: str) -> bool:
-        """Return whether a task is tracked and waits; False without a registry as well.
+        """Return whether a task is tracked and waits.
 
-        It never raises. While Redis does not answer, it returns False, most times at once.
+        Never raises: without a registry, or while Redis does not answer, the result is False.
         """
         if not self.has_registry:
             return False
@@ -209,24 +213,24 @@ class Waiting(Holding):
         eta: datetime | None = None,
         also_future: bool = True,
     ) -> Outcome:
-        """Let a task that waits run at another time, later or earlier.
+        """Change the due time of a waiting task, to a later or an earlier one.
 
-        A tracked task that is overdue is sent again if it is to run now, in case its message was
-        lost. Of several messages of a task, the one that arrives first runs.
+        Postponing an overdue tracked task to now sends the task again, in case its message was
+        lost. If a task has several messages, the one that arrives first runs.
 
         Args:
-            task: Its id; or the result of a send, as for :meth:`cancel`.
-            key: Instead of a task: the key that it was sent with.
-            delay: Seconds, or a timedelta, from now on.
-            eta: Instead of a delay: the instant, an aware datetime.
+            task: The id, or the result of a send, as for :meth:`cancel`.
+            key: Instead of a task: its key.
+            delay: The new delay from now, in seconds or as a timedelta.
+            eta: Instead of a delay: the new due time, an aware datetime.
             also_future: As for :meth:`cancel`.
 
         Returns:
-            What was found; see :meth:`cancel`. After ``NOTED``, a task will not run before, and if
-            it was due later than that, it runs when it was due.
+            The outcome, as for :meth:`cancel`. After ``NOTED``, the task runs at the new or at its
+            own due time, whichever is later.
 
         Raises:
-            NotTracked: It is to run earlier, and is not tracked.
+            NotTracked: The new due time is earlier, and the task is not tracked.
             TypeError: Neither a task nor a key, or both; or neither a delay nor an eta, or both.
             InvalidDelay: The delay or the eta is invalid.
         """
@@ -239,7 +243,7 @@ class Waiting(Holding):
         return min(outcomes, key=LEAST_CERTAIN.index, default=Outcome.UNKNOWN)
 
     def _meant(self, task: Meant | None, key: str | None) -> list[str]:
-        """Return the ids of the tasks that a task or a key stands for."""
+        """Return the task ids given by ids, results or a key."""
         if (task is None) == (key is None):
             raise TypeError(_one_of(task, key))
         return _ids(task) if key is None else self.registry.waiting_under(key)
@@ -247,7 +251,7 @@ class Waiting(Holding):
     def _postpone(self, task_id: str, due: Due, also_future: bool) -> Outcome:
         record = record_of(self.registry, task_id) if due.is_past else None
         if record is not None and record.name is not None and record.due_ms is not None:
-            # Only what is to run earlier is sent again.
+            # The registry has a task sent again only if its new due time is earlier.
             due = Due.until(min(due.at_ms, record.due_ms - 1))
         outcome = self.registry.postpone(task_id, due.at_ms, also_future)
         if isinstance(outcome, Earlier):
@@ -259,12 +263,12 @@ class Waiting(Holding):
         return outcome
 
     def _send_earlier(self, task_id: str, waiting: Earlier, due: Due) -> Outcome:
-        """Send a second message of a task: the one that arrives first runs."""
+        """Send a second message of a task; the message that arrives first runs."""
         delayed, copy = restored(waiting.message, task_id), new_copy()
         message = delayed.message.saying(
             due_ms=due.at_ms, registry={**delayed.message.headers.registry, COPY: copy}
         )
-        queue = delayed.queue  # of which nothing but the name is known
+        queue = delayed.queue  # has a name only, no arguments
         if queue is not None:
             queue = self._delays.app.amqp.queues.get(queue.name) or queue
         publish_signed(self._delays, delayed._replace(message=message, queue=queue), due)
@@ -275,17 +279,16 @@ class Waiting(Holding):
     def show(
         self, task: str | UUID | Result | None = None, *, key: str | None = None
     ) -> KnownTask | None:
-        """Return what is known of one task: its due time, where it goes, what was decided, ...
+        """Return the state of one task: its due time, destination, decisions, ...
 
-        If it waits, the broker is asked as well.
+        For a waiting task, the broker is asked where its message is.
 
         Args:
-            task: Its id, or the result of its send.
-            key: Instead of a task: the key that it was sent with.
+            task: The id, or the result of the send.
+            key: Instead of a task: its key.
 
         Returns:
-            See :class:`.KnownTask`; None if nothing is known of it, or nothing was sent with the
-            key lately.
+            The task; None if the registry does not know the id or the key.
 
         Raises:
             TypeError: Neither a task nor a key, or both.
@@ -305,39 +308,38 @@ class Waiting(Holding):
         return known_task(self.registry, ids[0], topology.layout, backlog) if ids else None
 
     def pending(self, **filters: Unpack[Filters]) -> Iterator[Pending]:
-        """Yield the tracked tasks that wait, in the order in which they are due.
+        """Yield the waiting tracked tasks by due time.
 
         Args:
-            **filters: Only some tasks: those of the name ``task``; those that were sent with this
-                ``key`` or ``job``; those that are due before ``due_before``, or at ``due_after`` or
-                later, which are aware datetimes.
+            **filters: ``task``, a task's name; ``key``; ``job``; and the aware datetimes
+                ``due_after`` (inclusive) and ``due_before`` (exclusive).
         """
         return self.registry.index.pending(Filter.of(**filters))
 
     def count(self, **filters: Unpack[Filters]) -> int:
-        """Return how many tracked tasks wait; takes the same as :meth:`pending`."""
+        """Return the number of waiting tracked tasks; takes the filters of :meth:`pending`."""
         return self.registry.index.count(Filter.of(**filters))
 
     def pending_since(self) -> datetime:
-        """Return since when :meth:`pending` is complete.
+        """Return the instant since which :meth:`pending` is complete.
 
-        What was sent before may be missing, because it was lost with Redis or because there was no
-        registry yet.
+        Tasks sent earlier may be missing: Redis has lost them, or the application had no registry
+        yet.
         """
         return self.registry.index.complete_since()
 
 
 def _one_of(*given: object) -> str:
-    """Return what is wrong where not exactly one of a task, a key and a job was given."""
-    shown = " and ".join(repr(each) for each in given if each is not None) or "none"
+    """Return the error text for a call without exactly one of a task, a key and a job."""
+    shown = " and ".join(repr(value) for value in given if value is not None) or "none"
     return f"takes one of a task, a key='order:7' and, to cancel, a job='import-7', not {shown}"
 
 
 def _ids(task: object) -> list[str]:
-    """Return the ids that are meant: of a result, those of a chain from its start.
+    """Return the ids of tasks given by id or result; a chain's result gives the whole chain.
 
     Raises:
-        TypeError: It is neither an id nor a result, nor several of them.
+        TypeError: The argument is neither an id nor a result, nor several of them.
     """
     if isinstance(task, str | UUID):
         return [str(task)]

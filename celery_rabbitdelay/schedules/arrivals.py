@@ -249,7 +249,7 @@ class Arrivals(BatchThread[_Came]):
             )
 
     def _published(self, decided: Iterator[_Came]) -> list[_Came]:
-        """Publish the following occurrences; return the arrived ones whose successor is confirmed."""
+        """Publish the following occurrences; return arrivals whose successor is confirmed."""
         published: list[_Came] = []
         waiting: list[_Came] = []
         for came in decided:

@@ -14,7 +14,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import ALL_KINDS, Filter, KindCounts, Pending, Summary
-from celery_rabbitdelay.registry.record import Said, record_of
+from celery_rabbitdelay.registry.record import MessageFacts, record_of
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.query import Context, Query, Span, filter_of, kinds_of
@@ -199,7 +199,7 @@ class Search:
 
 def arguments(options: Options, task: str, message: str) -> str | None:
     """Return the masked arguments in a task's stored message; None if there are none."""
-    headers = Said.by(message)
+    headers = MessageFacts.of(message)
     given = [each for each in (headers.args, headers.kwargs) if each not in ("()", "{}")]
     return " ".join(filter(None, (options.shown(task, each) for each in given))) or None
 

@@ -122,7 +122,7 @@ def test_what_is_paused_and_cannot_be_read_holds_up_no_task(
     redis_setup.client.set(key, "garbage")
     assert registry.pauses.known() == {}
     for call in (registry.pauses.all, lambda: registry.pauses.pause("remind", None)):
-        with pytest.raises(RegistryUnavailable, match="what is paused cannot be read"):
+        with pytest.raises(RegistryUnavailable, match="the list of pauses cannot be read"):
             call()
     redis_setup.client.delete(key)
     registry.pauses.pause("remind", None)
