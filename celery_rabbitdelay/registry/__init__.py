@@ -1,13 +1,14 @@
-"""The registry: decisions about tasks that wait, in Redis, to be read when they arrive.
+"""The registry: decisions about waiting tasks, kept in Redis until the tasks arrive.
 
-A task that waits lies in a queue of the broker, where nobody can take it out again. So whoever
-cancels, postpones or supersedes it writes that beside it, and the worker reads it before the task
-may run. Code belongs here if it writes or reads what is noted about tasks, jobs and pauses.
+A waiting task is a message in a queue of the broker, which cannot be taken out again. So a cancel,
+a postponement or a newer task with the same key writes a decision to Redis, and the worker reads
+the decision before the task runs. Code belongs here if it reads or writes the records of tasks,
+jobs and pauses.
 
-Read ``decision`` (what is asked and answered, and the rule), the scripts in ``lua`` (each is one
-atomic step; ``arrive.lua`` is the rule that decides, and ``shared.lua`` describes the record of a
-task), ``registry`` (calls them), ``jobs``, ``pauses``, ``index`` (the keys, and what waits),
-``store`` and ``connection``: these know nothing of Celery and of AMQP. Above them stand what users
-call (``waiting``, ``holding``, ``commands``), what the kernel calls (``addition``, ``rows``), and a
-worker's part (``bootsteps``, ``decisions``).
+Read ``decision`` (the rule and its values), the scripts in ``lua`` (every script is atomic;
+``arrive.lua`` is the rule, and ``shared.lua`` describes the record of a task), ``registry`` (calls
+the scripts), ``jobs``, ``pauses``, ``index`` (the keys and the index of waiting tasks), ``store``
+and ``connection``. These know nothing of Celery and AMQP. On top of them are the users' functions
+(``waiting``, ``holding``, ``commands``), the seams for the kernel (``addition``, ``rows``), and the
+worker's parts (``bootsteps``, ``decisions``).
 """

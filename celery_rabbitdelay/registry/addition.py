@@ -1,4 +1,4 @@
-"""What the registry does where the kernel asks the additions."""
+"""The registry's implementation of the kernel's seams for additions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONFIRM_AGAIN: Final = 5.0
 
 
 class RegistryAddition(Addition):
-    """The registry at the kernel's seams.
+    """Plugs the registry into the kernel's seams.
 
     Args:
         delays: The application's delay levels.
@@ -60,11 +60,11 @@ class RegistryAddition(Addition):
         return self.delays.settings_of(RegistrySettings)
 
     def check(self, options: Options) -> None:
-        """Refuse wrong options, and all of them without a registry."""
+        """Refuse invalid options, and all options of the registry without one."""
         check_options(options, self._settings)
 
     def to_send(self, send: Send) -> AddedToSend | None:
-        """Return how a task with options, or a tracked one, is sent."""
+        """Return the registry's part of a send; None for a task without its options."""
         wanted = RegistryOptions.of(self._settings, send.task, send.added, send.former)
         return RegisteredSend(send, wanted) if any(wanted) else None
 
@@ -75,35 +75,35 @@ class RegistryAddition(Addition):
         options: Options,
         fail: Callable[[Sequence[int], Exception], None],
     ) -> RowRegistration:
-        """Return what registers the rows of a ``send_many``; each of them may have a key."""
+        """Return the registration of a ``send_many``'s rows, all of which may have keys."""
         wanted = RegistryOptions.of(self._settings, task, options, {})
         return RowRegistration(self.delays, wanted, name, fail)
 
     def affects(self, task: object) -> bool:
-        """Return whether the registry knows of all sends of a task."""
+        """Return whether all sends of a task concern the registry."""
         return any(RegistryOptions.of(self._settings, task, {}, {}))
 
     def envelope_arrived(
         self, inner: Sequence[DelayHeaders], due_ms: int
     ) -> int | Sequence[bool] | None:
-        """Let an envelope wait if no task in it may run before its job is committed.
+        """Hold an envelope if all its tasks belong to open jobs; drop tasks of aborted jobs.
 
-        The tasks of an aborted job do not go on. For all others, the workers find out.
+        All other decisions are left to the workers.
         """
         registry = registry_of(self.delays)
-        arrivals = [Arrival.of(each, due_ms, "", redelivered=True) for each in inner]
+        arrivals = [Arrival.of(headers, due_ms, "", redelivered=True) for headers in inner]
         try:
             decisions = registry.breaker.call(partial(registry.decide, arrivals, notes=False))
         except exceptions.RegistryUnavailable:
             return None
-        waits = [each for each in decisions if each.verdict is Verdict.LATER]
-        goes_on = any(each.verdict is Verdict.RUN or each.is_new_due for each in decisions)
+        waits = [decision for decision in decisions if decision.verdict is Verdict.LATER]
+        goes_on = any(one.verdict is Verdict.RUN or one.is_new_due for one in decisions)
         if waits and not goes_on:
-            return min(each.until_ms for each in waits)
-        return [each.verdict is not Verdict.EXPIRED for each in decisions]
+            return min(decision.until_ms for decision in waits)
+        return [decision.verdict is not Verdict.EXPIRED for decision in decisions]
 
     def note_arrived(self, note: WaitingMessage) -> Due | None:
-        """Commit a job again that was committed; while Redis is away, the note waits again."""
+        """Record a job's commit again, in case Redis lost it; without Redis, the note waits."""
         words = note.headers.registry
         job, job_id = words.get(names.JOB), words.get(names.JOB_ID)
         if (
@@ -112,7 +112,7 @@ class RegistryAddition(Addition):
             or note.properties.get("message_id") != job_id
         ):
             raise exceptions.UnprocessableMessage(
-                "it says that a job was committed, and it names no job"
+                "it reports the commit of a job, but names no job"
             )
         try:
             registry_of(self.delays).jobs.confirm(str(job), str(job_id))
@@ -121,11 +121,11 @@ class RegistryAddition(Addition):
         return None
 
     def revoked(self, task_ids: Sequence[str]) -> None:
-        """Cancel the tasks that wait: the revoke lasts until they are due."""
+        """Cancel revoked tasks, so that the revoke lasts until they are due."""
         registry_of(self.delays).cancel(task_ids)
 
     def purged(self) -> int:
-        """Cancel the tracked tasks that wait; return how many."""
+        """Cancel all waiting tracked tasks; return their number."""
         return self.delays.part(Waiting).cancel_pending()
 
     def is_waiting(self, task_id: str) -> bool:
@@ -133,18 +133,18 @@ class RegistryAddition(Addition):
         return self.delays.part(Waiting).is_waiting(task_id)
 
     def status(self) -> Mapping[str, object]:
-        """Return when the next tracked task is due, and what is paused."""
+        """Return the due time of the next tracked task, and all pauses."""
         registry = registry_of(self.delays)
         try:
-            # An overdue task in the list has lost its message, or is about to arrive.
+            # The message of an overdue task in the list is lost, or about to arrive.
             first = next(registry.index.pending(Filter(due_after_ms=wall_clock.ms())), None)
-            paused = [each._asdict() for each in registry.pauses.all()]
+            paused = [pause._asdict() for pause in registry.pauses.all()]
         except (exceptions.RegistryUnavailable, OSError) as error:
             return {"error": str(error)}
         return {"next_due": first and first.due, "paused": paused}
 
     def why_not_ready(self) -> str:
-        """Return why Redis cannot be asked; empty if it can."""
+        """Return the error of a command to Redis; empty if Redis answers."""
         registry = registry_of(self.delays)
         try:
             registry.store.commands(lambda pipe: pipe.exists(registry.names.only("complete-since")))
@@ -154,11 +154,11 @@ class RegistryAddition(Addition):
 
 
 class RegisteredSend(AddedToSend):
-    """The registry and one send.
+    """The registry's part of one send.
 
     Args:
         send: The send.
-        wanted: The options of the registry that it has.
+        wanted: The registry's options of the send.
     """
 
     def __init__(self, send: Send, wanted: RegistryOptions) -> None:
@@ -168,18 +168,18 @@ class RegisteredSend(AddedToSend):
 
     @property
     def is_alone(self) -> bool:
-        """Whether the registry is asked before the send, or told of it afterwards."""
+        """Whether the send needs Redis, before or after it."""
         return bool(self._wanted.job) or self._wanted.is_registered
 
     def headers(self, due: Due) -> Options:
-        """Ask the registry what the message has to carry: its ticket, and the id of its job.
+        """Get the message's ticket and the id of its job from the registry.
 
-        A retry, or a task that replaces another one, is of the same life as that one, and has its
-        order and its job.
+        A retry or a replacement of a task keeps the task's life, order and job.
 
         Raises:
-            JobClosed: The job is not open, and it is not Celery that sends what follows a task.
-            RegistryUnavailable: Redis does not answer, likewise.
+            JobClosed: The job is not open. Not raised for tasks that Celery itself sends, such as
+                retries and the next tasks of a chain.
+            RegistryUnavailable: Redis does not answer. Not raised for these tasks either.
         """
         wanted, former = self._wanted, self._send.former
         if not self.is_alone:
@@ -203,15 +203,16 @@ class RegisteredSend(AddedToSend):
             self._sent_although(error)
             life = life if former else names.UNKNOWN_LIFE
             order = order or wall_clock.ns() // NS_PER_US
-        # A task that runs once has one life.
+        # A task with once has a single life.
         ticket = Ticket(0 if wanted.once else life, order if wanted.key else 0)
         return wanted.headers(new_copy() if wanted.is_registered else "", ticket, job_id)
 
     def _sent_although(self, error: exceptions.RegistryUnavailable) -> None:
-        """Let Celery send what follows a task without the registry; all others get the error."""
+        """Log the error if Celery itself sends the task; otherwise raise it."""
         if not self._send.former and not is_sent_by_celery():
             raise error
-        logger.warning("Task %s is sent although %s.", self._send.options["task_id"], error)
+        task_id = self._send.options["task_id"]
+        logger.warning("Task %s is sent without the registry: %s", task_id, error)
 
     def confirmed(self, task_id: str, due: Due, delayed: Delayed) -> None:
         """Register the message."""
@@ -222,6 +223,6 @@ class RegisteredSend(AddedToSend):
             name, message = self._send.name, stored(delayed, tolerance_ms=due.tolerance_ms)
         sent = Registration.of(task_id, delayed.message.headers, name, message)
         options = self._send.options
-        # In Celery's message protocol 1, the headers do not say it.
+        # In Celery's message protocol 1, the headers do not contain these counts.
         attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
         register_sent(self._registry, [sent._replace(attempt=attempt)])

@@ -1,4 +1,4 @@
-"""The registry of an application: its settings, its options of a send, and what is measured."""
+"""The registry of an application: its settings, its options of a send, and its metrics."""
 
 from __future__ import annotations
 
@@ -49,31 +49,31 @@ _REGISTRY_OPTIONS: Final = SettingType(
 class RegistrySettings(SettingsGroup):
     """The settings of the registry."""
 
-    #: The URL of the Redis that the registry is kept in; None for no registry. ``redis://``,
+    #: The URL of the registry's Redis; None for no registry. ``redis://``,
     #: ``rediss://``, ``unix://`` and ``sentinel://`` are written as for Celery's result backend;
     #: ``redis+cluster://host:6379`` names any server of a cluster.
     registry_url: Annotated[str | None, _REGISTRY_URL] = None
 
-    #: Further arguments of redis-py's client, such as ``socket_timeout``: the seconds for
-    #: connecting and for each answer, 0.5 by default. For Sentinel also ``master_name`` and
+    #: Further arguments of redis-py's client, such as ``socket_timeout``: the timeout in seconds
+    #: of connecting and of every answer, by default 0.5. For Sentinel also ``master_name`` and
     #: ``sentinel_kwargs``.
     registry_options: Annotated[Options | None, _REGISTRY_OPTIONS] = None
 
-    #: The first part of the registry's keys; None for ``prefix``. Set it to the former prefix
-    #: before tasks are migrated to another one.
+    #: The prefix of the registry's keys; None for ``prefix``. When migrating tasks to another
+    #: prefix, set it to the former one first.
     registry_prefix: Annotated[str | None, NAME_PREFIX] = None
 
-    #: What becomes of a task with a key or a job, or that is tracked or runs once, if Redis does
-    #: not answer when it is due: "hold", it goes back into the levels for some seconds; "run", it
-    #: runs. All other tasks run.
+    #: The treatment of a due task with ``key``, ``job``, ``once`` or ``track`` if Redis does not
+    #: answer: "hold" puts it back into the levels for some seconds, "run" runs it. All other tasks
+    #: run.
     registry_down: RegistryDown = "hold"
 
-    #: Seconds for which the registry remembers what was decided about a task after the task is due.
-    #: A task with such an option that arrives later is undeliverable.
+    #: How long decisions are kept after the task's due time, in seconds. A task with an option of
+    #: the registry that arrives later is undeliverable.
     registry_keep: Annotated[float, SECONDS] = 2_592_000.0
 
-    #: "all": every delayed task is listed in the registry while it waits; "none": those that are
-    #: sent with ``track=True``, or whose task has ``track = True``.
+    #: "all" lists every waiting delayed task in the registry; "none" lists only tasks sent with
+    #: ``track=True`` or defined with ``track = True``.
     track: Track = "none"
 
     def __post_init__(self) -> None:
@@ -86,11 +86,11 @@ class RegistrySettings(SettingsGroup):
 
 _TEXT: Final = (
     lambda value: isinstance(value, str) and value != "",
-    "takes a text that is not empty, such as '{name}:7'",
+    "takes a non-empty text, such as '{name}:7'",
 )
 _BOOL: Final = lambda value: isinstance(value, bool), "takes True or False"
 
-#: The options of a send that the registry takes; for each, which values it takes, and in words.
+#: The registry's options of a send, with the check of a value and the error text.
 OPTIONS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "key": _TEXT,
     "job": _TEXT,
@@ -100,15 +100,15 @@ OPTIONS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 
 
 def check_options(options: Options, settings: RegistrySettings) -> None:
-    """Refuse values that an option does not take, and all options without a registry.
+    """Refuse invalid values of the registry's options, and all its options without a registry.
 
     Args:
         options: The options of a send.
         settings: The settings of the registry.
 
     Raises:
-        RegistryRequired: One of the registry's options is given, and there is none.
-        UnknownOption: One of them has a value that it does not take.
+        RegistryRequired: An option of the registry is given, but there is no registry.
+        UnknownOption: The value of an option is invalid.
     """
     given = {name: options[name] for name in OPTIONS if options.get(name) is not None}
     for name, value in given.items():
@@ -149,11 +149,12 @@ class RegistryOptions(NamedTuple):
         """Return the options of one send.
 
         Args:
-            settings: The registry's settings, whose defaults count last.
-            task: The task, whose attributes ``once`` and ``track`` count before them; None if it is
-                only known by name.
-            given: The options of the registry that ``apply_async`` got, which count first.
-            former: The headers of the task that this one retries or replaces.
+            settings: The registry's settings, which have the lowest precedence.
+            task: The task, whose attributes ``once`` and ``track`` override the settings; None if
+                only its name is known.
+            given: The options passed to ``apply_async``, which have the highest precedence.
+            former: The headers of the task that this one retries or replaces, which override the
+                task's attributes.
         """
         once = given.get("once", former.get(ONCE, getattr(task, "once", False)))
         track = given.get("track", former.get(TRACKED, getattr(task, "track", None)))
@@ -166,16 +167,16 @@ class RegistryOptions(NamedTuple):
 
     @property
     def is_registered(self) -> bool:
-        """Whether the task is noted in the registry when it is sent."""
+        """Whether the task is registered when it is sent."""
         return bool(self.key) or self.track
 
     def headers(self, copy: str, ticket: Ticket = NO_TICKET, job_id: str = "") -> OwnOptions:
-        """Return the headers that the message gets.
+        """Return the registry's headers for a message.
 
         Args:
-            copy: Its name, if it is registered.
-            ticket: What the registry has said of the task.
-            job_id: The id of its job.
+            copy: The name of the message, if it is registered.
+            ticket: The ticket from the registry.
+            job_id: The id of the task's job.
         """
         once = self.once and new_copy()
         headers: OwnOptions = {COPY: copy, KEY: self.key, JOB: self.job, JOB_ID: job_id}
@@ -184,11 +185,11 @@ class RegistryOptions(NamedTuple):
 
 
 def is_tracked(delays: Delays, task: object) -> bool:
-    """Return whether a task is tracked whose send does not say so.
+    """Return whether a task is tracked by default, without ``track=`` at the send.
 
     Args:
         delays: The application's delay levels.
-        task: The task; None for one that the application does not know.
+        task: The task; None if the application does not know it.
     """
     settings = delays.settings_of(RegistrySettings)
     has_registry = bool(delays.setting("registry_url"))
@@ -232,17 +233,17 @@ BREAKER_OPEN: Final = gauge(
 
 logger = logging.getLogger(__name__)
 
-#: For how many seconds a task may be late, and is listed, in addition to ``rabbitdelay_retry_for``,
-#: for which it is tried again if its queue does not take it.
+#: How late a task may be and still be listed, in seconds, in addition to ``rabbitdelay_retry_for``
+#: (the time for which a task that its queue refuses is tried again).
 MARGIN: Final = 3600.0
 
 
 def registry_of(delays: Delays) -> Registry:
-    """Return the registry of an application in this process, which connects when it is first used.
+    """Return the application's registry in this process; it connects at its first use.
 
     Raises:
         RegistryRequired: ``rabbitdelay_registry_url`` is not set.
-        InvalidSetting: There is no such URL, or the package ``redis`` is missing.
+        InvalidSetting: The URL is invalid, or the package ``redis`` is missing.
     """
     return delays.part(open_registry)
 
@@ -262,7 +263,7 @@ def open_registry(delays: Delays) -> Registry:
 
 
 def how_kept(delays: Delays) -> tuple[str, int, int]:
-    """Return the prefix of an application's registry, and its two times; see :class:`.Registry`.
+    """Return the prefix, ``keep_ms`` and ``margin_ms`` of a registry; see :class:`.Registry`.
 
     Raises:
         RegistryRequired: ``rabbitdelay_registry_url`` is not set.
@@ -276,19 +277,19 @@ def how_kept(delays: Delays) -> tuple[str, int, int]:
 
 
 def register_sent(registry: Registry, registrations: Sequence[Registration]) -> list[str]:
-    """Register messages that the broker has confirmed; what Redis does not note is no error.
+    """Register messages that the broker has confirmed; ignore a Redis that does not answer.
 
-    The messages carry all that the registry has to know, and are registered when they arrive.
+    The headers of an unregistered message contain all that the registry needs when it arrives.
 
     Returns:
-        As :meth:`.Registry.register`; empty if Redis does not answer.
+        The states, as from :meth:`.Registry.register`; empty if Redis does not answer.
     """
     try:
         return registry.register(registrations)
     except exceptions.RegistryUnavailable as error:
         logger.warning(
-            "%d tasks were sent, beginning with %s, and are neither listed nor supersede older "
-            "ones before they arrive: %s",
+            "%d tasks, the first with id %s, were sent but not registered: until they arrive, they "
+            "are not listed and do not supersede older ones: %s",
             len(registrations),
             registrations[0].task_id,
             error,

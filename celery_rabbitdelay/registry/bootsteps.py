@@ -1,4 +1,4 @@
-"""A worker's part in the registry: decisions on arrival, and the return of what was paused."""
+"""The registry's parts of a worker: decisions on arrival, and the return of resumed tasks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ from celery_rabbitdelay.worker.restore import RestoringStrategies
 
 logger = get_logger(__name__)
 
-#: Seconds between two looks at what is paused.
+#: Seconds between two checks of the pauses.
 EVERY: Final = 1.0
 
-#: Seconds for which a worker goes on after a resume: another one may not know of it yet.
+#: Seconds for which a worker returns tasks after a resume. Meanwhile, a worker whose cached pauses
+#: are older may still move tasks to the queue of paused tasks.
 AFTERWARDS: Final = 10.0
 
 #: Seconds that a stopping worker waits for the thread.
@@ -52,26 +53,26 @@ class _Consumer(Protocol):
 
 
 class DecideOnArrival(RabbitMQStep):
-    """Asks the registry about each delayed task that is due; see :class:`.Decisions`."""
+    """Asks the registry about every due delayed task; see :class:`.Decisions`."""
 
     requires = (RestoreTasks,)
 
     _decisions: Decisions | None = None
 
     def start(self, consumer: _Consumer) -> None:
-        """Begin to ask about the tasks of a new connection."""
+        """Start asking about tasks of a new connection."""
         strategies = consumer.strategies
         if consumer.app.rabbitdelay.setting("registry_url") and strategies.early_tasks is not None:
             self._decisions = strategies.decisions = Decisions(consumer, strategies.early_tasks)
             self._decisions.start()
 
     def register_with_event_loop(self, consumer: _Consumer, hub: Hub) -> None:
-        """Let the event loop run what the thread needs from the worker's own thread."""
+        """Let the event loop run the thread's callbacks in the worker's main thread."""
         if self._decisions is not None:
             self._decisions.register(hub)
 
     def stop(self, consumer: _Consumer) -> None:
-        """Ask nothing more about tasks of the connection that is lost or closed."""
+        """Stop asking about tasks of a lost or closed connection."""
         decisions, self._decisions = self._decisions, None
         if decisions is not None:
             consumer.strategies.decisions = None
@@ -79,11 +80,11 @@ class DecideOnArrival(RabbitMQStep):
 
 
 class ReturnPaused(RabbitMQStep):
-    """Returns tasks to their queues that were paused and are not any more, in a thread.
+    """Returns resumed tasks to their queues, in a thread.
 
-    After a resume it takes all messages out of the queue of paused tasks, and rejects those that
-    are not paused any more: so RabbitMQ passes them on, as if their time in the queue was over. The
-    others are requeued at the end, when the channel is closed; or when the worker dies.
+    After a resume, the thread gets all messages from the queue of paused tasks and rejects the
+    resumed ones, so that RabbitMQ dead-letters them as if their TTL had expired. All other messages
+    are requeued when the channel is closed or the worker dies.
     """
 
     requires = (Modules,)
@@ -91,16 +92,16 @@ class ReturnPaused(RabbitMQStep):
     _thread: Thread | None = None
 
     def start(self, worker: WorkController) -> None:
-        """Begin to look for what was paused and is not any more."""
+        """Start the thread."""
         self._delays: Delays = worker.app.rabbitdelay
         if self._delays.setting("registry_url"):
             self._stopping = Event()
-            self._failures = WarningLimit(logger, "Attempts to return what was paused")
+            self._failures = WarningLimit(logger, "Attempts to return resumed tasks")
             self._thread = Thread(target=self._run, name="rabbitdelay-resumes", daemon=True)
             self._thread.start()
 
     def stop(self, worker: WorkController) -> None:
-        """Return nothing more, and end the thread."""
+        """End the thread."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stopping.set()
@@ -112,25 +113,25 @@ class ReturnPaused(RabbitMQStep):
         while not self._stopping.wait(EVERY):
             try:
                 paused: Mapping[str, int] = registry_of(self._delays).pauses.known()
-                # At first: the last pause may have ended while no worker was there.
+                # At the start: the last pause may have ended while no worker ran.
                 if not paused if before is None else before.keys() - paused.keys():
                     until = time.monotonic() + AFTERWARDS
                 before = paused
                 if time.monotonic() < until:
                     self._return_all()
             except RegistryUnavailable:
-                continue  # what was paused stays paused
-            except Exception as error:  # noqa: BLE001 - the thread has to live on
+                continue  # paused tasks stay in their queue
+            except Exception as error:  # noqa: BLE001 - the thread must survive
                 if self._failures.allows(repr(error)):
-                    logger.warning("What was paused returns later: %r", error)
+                    logger.warning("Resumed tasks return later to their queues: %r", error)
 
     def _return_all(self) -> None:
-        """Look at each message that is in the queue, and return what is not paused any more."""
+        """Return the resumed tasks among all messages of the queue of paused tasks."""
         settings, returned = self._delays.settings, 0
         queue = self._delays.topology.module_queues.paused.name
         with self._delays.app.connection_for_write(heartbeat=0) as connection:
             connect(connection)
-            # Bodies do not matter: no message is published anew.
+            # Bodies do not matter: no message is published again.
             read_unreadable_properties(connection, settings.max_message_bytes)
             in_time = Wire(connection).answers_within(settings.confirm_timeout)
             with in_time, opened_channel(connection) as channel:
@@ -144,10 +145,10 @@ class ReturnPaused(RabbitMQStep):
                         channel.basic_reject(tag, requeue=False)
                         returned += 1
         if returned:
-            logger.info("Tasks that were paused return to their queues: %d", returned)
+            logger.info("%d resumed tasks return to their queues", returned)
 
     def _is_paused(self, message: amqp.Message) -> bool:
-        """Return whether a message is, or may be, of a task that is paused."""
+        """Return whether a message's task is, or may be, paused."""
         paused, headers = registry_of(self._delays).pauses.known(), headers_of(message)
         task, word = headers.get("task"), message.delivery_info["routing_key"].split(".")[-1]
         if not isinstance(task, str):  # Celery's message protocol 1

@@ -23,18 +23,18 @@ from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.record import KnownTask
 from celery_rabbitdelay.registry.waiting import Filters
 
-#: How each outcome is shown to people.
+#: The outcomes in words.
 WORDS: Final = {
     Outcome.DONE: "done",
-    Outcome.NOTED: "noted; nothing is known of it, and it may have arrived at a worker already",
-    Outcome.UNKNOWN: "unknown: nothing waits under it",
-    Outcome.RELEASED: "it has arrived at a worker already",
-    Outcome.CANCELLED: "it was cancelled or superseded before",
+    Outcome.NOTED: "noted; the id is unknown, and its task may have arrived at a worker already",
+    Outcome.UNKNOWN: "unknown: no task waits under it",
+    Outcome.RELEASED: "has arrived at a worker already",
+    Outcome.CANCELLED: "was cancelled or superseded before",
 }
 
 
 def _instant(text: str, what: str) -> datetime:
-    """Read an instant as ISO 8601 writes it; without a time zone it is one of this machine."""
+    """Parse an ISO 8601 instant; without a time zone it is in this machine's."""
     try:
         return datetime.fromisoformat(text).astimezone()
     except (OverflowError, ValueError) as wrong:  # also at the ends of the calendar
@@ -43,43 +43,43 @@ def _instant(text: str, what: str) -> datetime:
 
 instant_type: Final = shared.ParameterType("instant", _instant)
 
-#: The options that say which tasks are meant.
+#: The filters of tasks.
 _filters: Final = shared.options(
     click.option("--task", help="Only tasks of this name."),
-    click.option("--job", help="Only tasks that were sent with this job."),
-    click.option("--due-before", type=instant_type, help="Only tasks that are due before."),
-    click.option("--due-after", type=instant_type, help="Only tasks due then or later."),
+    click.option("--job", help="Only tasks of this job."),
+    click.option("--due-before", type=instant_type, help="Only tasks due before this instant."),
+    click.option("--due-after", type=instant_type, help="Only tasks due at this instant or later."),
 )
 
 
 @contextmanager
 def with_registry() -> Iterator[RabbitDelay]:
-    """Yield the delays of the application, which have a registry.
+    """Yield the application's ``app.rabbitdelay``, checked to have a registry.
 
     Raises:
-        click.UsageError: They have none, or a setting is wrong.
+        click.UsageError: There is no registry, or a setting is invalid.
     """
     found = shared.delays()
     with shared.usage_errors(exceptions.RegistryRequired):
-        found.registry  # noqa: B018 - raises if there is none
+        found.registry  # noqa: B018 - raises without a registry
     yield found
 
 
 @shared.command()
 @_filters
-@click.option("--key", help="Only tasks that were sent with this key.")
+@click.option("--key", help="Only tasks with this key.")
 @click.option(
     "-n", "--limit", type=click.IntRange(1), default=100, show_default=True, help="The maximum."
 )
 def pending(limit: int, **filters: Unpack[Filters]) -> None:
-    """List the tracked tasks that wait, the next one first."""
+    """List waiting tracked tasks by due time."""
     with with_registry() as delays:
         count = delays.count(**filters)
         shown = list(islice(delays.pending(**filters), limit))
         since = delays.pending_since()
     more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
     last = f"{count:,} tracked tasks wait{more}; complete since {shared.local(since)}"
-    found = {"count": count, "since": since, "tasks": [each._asdict() for each in shown]}
+    found = {"count": count, "since": since, "tasks": [task._asdict() for task in shown]}
     shared.answer(found, chain(_table(shown), [last]))
 
 
@@ -93,9 +93,9 @@ def _table(tasks: Sequence[Pending]) -> Iterator[str]:
 
 @shared.command()
 @click.argument("task", required=False)
-@click.option("--key", help="The task that was sent with this key, instead of an id.")
+@click.option("--key", help="The task with this key, instead of an id.")
 def show(task: str | None, key: str | None) -> None:
-    """Show what is known of one task, by its id or by its key."""
+    """Show the state of one task, given by id or key."""
     if (task is None) == (key is None):
         raise click.UsageError("give the id of a task, or --key")
     with with_registry() as delays:
@@ -107,7 +107,7 @@ def show(task: str | None, key: str | None) -> None:
 
 
 def _facts(found: KnownTask) -> Iterator[str]:
-    """Yield what is known, a line for each fact."""
+    """Yield the known facts, one per line."""
     due = found.due and f"{shared.local(found.due)}, {_when(found.due)}"
     may_be_in = ", ".join(f"{name} ({count:,})" for name, count in found.may_be_in.items())
     route = f"exchange {found.exchange!r}, routing key {found.routing_key!r}"
@@ -130,39 +130,39 @@ def _facts(found: KnownTask) -> Iterator[str]:
 
 
 def _when(due: datetime) -> str:
-    """Return when an instant is or was, seen from now, in whole seconds."""
+    """Return the time until an instant, or since then, in whole seconds."""
     late_ms = int((wall_clock.now() - due).total_seconds()) * 1000
     return f"overdue by {duration_text(late_ms)}" if late_ms > 0 else f"in {_left(due)}"
 
 
 def _left(due: datetime) -> str:
-    """Return how long it is until an instant, in whole seconds."""
+    """Return the time until an instant, in whole seconds."""
     return duration_text(max(int((due - wall_clock.now()).total_seconds()), 0) * 1000)
 
 
 #: A hint that follows the outcome of an unknown id.
-HINT: Final = "; if it is not tracked, or will be sent later, say --also-future"
+HINT: Final = "; for a task that is not tracked or will be sent later, add --also-future"
 
 _also_future: Final = click.option(
     "--also-future",
     is_flag=True,
-    help="Also ids of which nothing is known: of tasks that are not tracked, or are sent later.",
+    help="Also for unknown ids: of tasks that are not tracked, or are sent later.",
 )
 
 
 _meant: Final = shared.options(
     click.argument("tasks", nargs=-1),
-    click.option("--key", help="The task that was sent with this key, instead of ids."),
+    click.option("--key", help="The task with this key, instead of ids."),
 )
 
 
 def _decide(tasks: Sequence[str], key: str | None, method: str, **options: object) -> None:
-    """Decide about tasks, by their ids or by their key, and print the outcomes.
+    """Cancel or postpone tasks, given by ids or a key, and print the outcomes.
 
     Args:
         tasks: The ids.
         key: The key, instead of ids.
-        method: The method of the application's delays that decides.
+        method: The method of ``app.rabbitdelay`` to call.
         **options: The arguments of the method.
     """
     if bool(tasks) == (key is not None):
@@ -175,8 +175,8 @@ def _decide(tasks: Sequence[str], key: str | None, method: str, **options: objec
             outcomes = {task: decide(task) for task in tasks}
     hints = {Outcome.UNKNOWN: HINT if key is None else ""}
     shared.answer(
-        {"outcomes": {name: each.value for name, each in outcomes.items()}},
-        (f"{name}: {WORDS[each]}{hints.get(each, '')}" for name, each in outcomes.items()),
+        {"outcomes": {name: found.value for name, found in outcomes.items()}},
+        (f"{name}: {WORDS[found]}{hints.get(found, '')}" for name, found in outcomes.items()),
     )
     if not {Outcome.RELEASED, Outcome.UNKNOWN}.isdisjoint(outcomes.values()):
         raise SystemExit(shared.FAILED)
@@ -196,7 +196,7 @@ def cancel(
     yes: bool,
     **filters: Any,
 ) -> None:
-    """Cancel tasks that wait: by their ids, by their key, or all tracked ones of a filter."""
+    """Cancel waiting tasks: by ids, by key, or all tracked tasks that match filters."""
     if not any(filters.values()):
         if dry_run:
             raise click.UsageError("--dry-run takes --task, --job, --due-before or --due-after")
@@ -210,7 +210,7 @@ def cancel(
         sent_before = instant_of(delays.registry.now_ms() + 1)
         count = delays.count(**filters)
         if count and not (yes or dry_run):
-            click.confirm(f"Cancel {count:,} tracked tasks that wait?", abort=True)
+            click.confirm(f"Cancel {count:,} waiting tracked tasks?", abort=True)
         cancelled = 0
         if count and not dry_run:
             cancelled = delays.cancel_pending(**filters, sent_before=sent_before)
@@ -222,8 +222,8 @@ def cancel(
 
 @shared.command()
 @_meant
-@click.option("--delay", type=shared.delay_type, help="How long from now on.")
-@click.option("--eta", type=instant_type, help="The instant, instead of a delay.")
+@click.option("--delay", type=shared.delay_type, help="The new delay from now.")
+@click.option("--eta", type=instant_type, help="The new due time, instead of a delay.")
 @_also_future
 def postpone(
     tasks: tuple[str, ...],
@@ -232,7 +232,7 @@ def postpone(
     eta: datetime | None,
     also_future: bool,
 ) -> None:
-    """Let tasks that wait run at another time."""
+    """Change the due time of waiting tasks."""
     if (delay is None) == (eta is None):
         raise click.UsageError("give --delay, or --eta")
     _decide(tasks, key, "postpone", delay=delay, eta=eta, also_future=also_future)
@@ -246,7 +246,7 @@ def postpone(
     type=shared.seconds_type,
     default=3600,
     show_default=True,
-    help="When it turns aborted.",
+    help="Time after which an open job turns aborted.",
 )
 def job(action: str, name: str, expires: float) -> None:
     """Open, commit, abort or show the job NAME."""
@@ -259,15 +259,15 @@ def job(action: str, name: str, expires: float) -> None:
         if action in change:
             change[action](name)
         state = delays.registry.jobs.state(name)
-    told = state.value if state is not None else "unknown"
-    shared.answer({"job": name, "state": told}, [f"{name}: {told}"])
+    shown = state.value if state is not None else "unknown"
+    shared.answer({"job": name, "state": shown}, [f"{name}: {shown}"])
     if state is None:
         raise SystemExit(shared.FAILED)
 
 
 _names: Final = shared.options(
-    click.option("--task", help="The tasks of this name."),
-    click.option("--queue", help="The tasks that arrive at this queue."),
+    click.option("--task", help="Tasks of this name."),
+    click.option("--queue", help="Tasks that arrive at this queue."),
 )
 
 
@@ -275,7 +275,7 @@ _names: Final = shared.options(
 @_names
 @click.option("--until", type=instant_type, help="The instant at which the pause ends.")
 def pause(task: str | None, queue: str | None, until: datetime | None) -> None:
-    """Hold back the due tasks of a name, or for a queue."""
+    """Hold due tasks of a name, or for a queue, until the resume."""
     _check(task, queue)
     with with_registry() as delays:
         paused = Paused(task, queue, delays.pause(task=task, queue=queue, until=until), until)
@@ -285,13 +285,13 @@ def pause(task: str | None, queue: str | None, until: datetime | None) -> None:
 @shared.command()
 @_names
 def resume(task: str | None, queue: str | None) -> None:
-    """Let the tasks of a name, or for a queue, run again."""
+    """End the pause of a name or a queue."""
     _check(task, queue)
     with with_registry() as delays:
         was_paused = delays.resume(task=task, queue=queue)
-    told = "resumed" if was_paused else "was not paused"
+    outcome = "resumed" if was_paused else "was not paused"
     answer = {"task": task, "queue": queue, "was_paused": was_paused}
-    shared.answer(answer, [f"{shared.task_or_queue(task, queue)}: {told}"])
+    shared.answer(answer, [f"{shared.task_or_queue(task, queue)}: {outcome}"])
     if not was_paused:
         raise SystemExit(shared.FAILED)
 

@@ -1,4 +1,4 @@
-"""``app.rabbitdelay``: jobs and pauses, which hold back due tasks."""
+"""The part of ``app.rabbitdelay`` that holds due tasks: jobs and pauses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOTE_MS: Final = 60_000
 
 
 class Holding:
-    """What holds back due tasks: a part of ``app.rabbitdelay``.
+    """The methods of ``app.rabbitdelay`` that hold due tasks.
 
     All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
     :class:`.RegistryUnavailable` if Redis does not answer.
@@ -48,32 +48,32 @@ class Holding:
 
     @property
     def registry(self) -> Registry:
-        """The registry of this process, which connects when it is first used.
+        """The registry of this process; it connects at its first use.
 
         Raises:
             RegistryRequired: ``rabbitdelay_registry_url`` is not set.
-            InvalidSetting: There is no such URL, or the package ``redis`` is missing.
+            InvalidSetting: The URL is invalid, or the package ``redis`` is missing.
         """
         return registry_of(self._delays)
 
     def open_job(self, job: str, *, expires: Delay) -> None:
-        """Open a job: the tasks that are sent with ``job=`` wait until it is committed.
+        """Open a job: tasks sent with ``job=`` wait until the job is committed.
 
         Args:
-            job: Its name, which no other job has had lately.
-            expires: Seconds, or a timedelta, after which it turns aborted unless it is committed.
+            job: The name, which no recent job may have.
+            expires: Seconds, or a timedelta, after which the job, unless committed, turns aborted.
 
         Raises:
-            JobClosed: There is such a job already.
+            JobClosed: A job with this name exists.
             InvalidDelay: ``expires`` is invalid.
         """
         self.registry.jobs.open(job, milliseconds(expires))
 
     def commit_job(self, job: str) -> None:
-        """Let all tasks of a job run, when they are due. To do so again changes nothing.
+        """Commit a job: its tasks run when they are due. Repeating the call changes nothing.
 
-        A note of it waits in the levels until shortly before the job expires: if Redis has lost the
-        commit by then, distribution commits the job again.
+        A copy of the commit waits in the levels until shortly before the job expires. If Redis has
+        lost the commit by then, distribution restores it.
 
         Raises:
             JobClosed: The job was aborted, has expired, or does not exist.
@@ -89,14 +89,14 @@ class Holding:
             publish_signed(self._delays, Delayed(note, DISTRIBUTION, job_id, None), due)
         except PublishError as error:
             logger.warning(
-                "Job %r is committed. If Redis loses that before it would have expired, its tasks "
-                "do not run: RabbitMQ has no note of it, because %s",
+                "Job %r is committed in Redis only: if Redis loses the commit before the job's "
+                "expiry, its tasks do not run. RabbitMQ has no copy, because %s",
                 job,
                 error,
             )
 
     def abort_job(self, job: str) -> None:
-        """Let no task of a job run. To do so again changes nothing.
+        """Abort a job: its tasks do not run. Repeating the call changes nothing.
 
         Raises:
             JobClosed: The job was committed, or does not exist.
@@ -117,8 +117,10 @@ class Holding:
         except BaseException:
             try:
                 self.abort_job(job)
-            except RegistryUnavailable as error:  # no task of it runs, as it is never committed
-                logger.warning("Job %r is not aborted, it expires: %s", job, error)
+            except RegistryUnavailable as error:  # harmless: a job that is never committed expires
+                logger.warning(
+                    "Job %r could not be aborted and will expire instead: %s", job, error
+                )
             raise
         self.commit_job(job)
 
@@ -129,31 +131,30 @@ class Holding:
         queue: str | None = None,
         until: datetime | None = None,
     ) -> datetime:
-        """Hold back the delayed tasks of a name, or for a queue, until they are resumed.
+        """Pause the delayed tasks of a name, or for a queue, until the resume.
 
-        From a second later at most, a delayed task that arrives at a worker goes into the queue of
-        paused tasks if its name, or the queue that it arrives at, is paused and it would run
-        otherwise. It keeps its due time. Tasks that have arrived already run, and so do tasks
-        without a delay.
+        Within a second, workers move arriving tasks of that name or queue that would run to the
+        queue of paused tasks. The tasks keep their due times. Tasks that have already arrived, and
+        tasks without a delay, still run.
 
         Args:
             task: The name of the tasks.
             queue: Instead of a name: the name of the queue.
-            until: When the pause ends by itself; None: with :meth:`resume`. A second call replaces
-                it.
+            until: The end of the pause; None for no end but :meth:`resume`. It replaces the end
+                given earlier.
 
         Returns:
-            Since when they are paused: earlier than now if they were already.
+            The start of the pause, which is in the past if the tasks were already paused.
 
         Raises:
             InvalidDelay: ``until`` is a naive datetime.
-            TypeError: Not exactly one of a task's name and a queue's name, or it is no text.
+            TypeError: Not exactly one of ``task`` and ``queue`` is given, or it is not a text.
         """
         until_ms = None if until is None else milliseconds_of(until)
         return self.registry.pauses.pause(*_one(task, queue), until_ms)
 
     def resume(self, *, task: str | None = None, queue: str | None = None) -> bool:
-        """Let paused tasks run: workers return them to their queues at once.
+        """End a pause: workers return the paused tasks to their queues at once.
 
         Args:
             task: As for :meth:`pause`.
@@ -168,20 +169,20 @@ class Holding:
         return self.registry.pauses.resume(*_one(task, queue))
 
     def paused(self) -> list[Paused]:
-        """Return what is paused, the oldest first.
+        """Return all pauses, oldest first.
 
-        Each has ``task`` or ``queue``, ``since``, and ``until`` (None if it has no end).
+        A pause has ``task`` or ``queue``, ``since``, and ``until`` (None for no end).
         """
         return self.registry.pauses.all()
 
 
 def publish_signed(delays: Delays, delayed: Delayed, due: Due) -> None:
-    """Publish a message into the levels, signed, and confirmed.
+    """Sign a message, publish it into the levels, and wait for the confirm.
 
     Args:
         delays: The application's delay levels.
-        delayed: The message, and where it goes.
-        due: When it is due.
+        delayed: The message and its destination.
+        due: When the message is due.
     """
     with borrowed_publisher(delays) as publisher:
         producer = DelayedProducer(publisher, **delays.settings.for_producer)
@@ -190,7 +191,7 @@ def publish_signed(delays: Delays, delayed: Delayed, due: Due) -> None:
 
 
 def _one(task: object, queue: object) -> tuple[str | None, str | None]:
-    """Return the name of a task or of a queue, and None for the other."""
+    """Return the name of a task and None, or None and the name of a queue."""
     match task, queue:
         case (str(), None) if task:
             return task, None

@@ -1,4 +1,4 @@
-"""The rows of ``send_many`` in the registry: their job, their keys, and those that are tracked."""
+"""Registers the rows of ``send_many``: their job, their keys, and tracked rows."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from celery_rabbitdelay.registry.decision import Registration, Ticket, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.record import stored
 
-#: Rows that are registered in one round trip.
+#: The number of rows registered in one round trip.
 BATCH: Final = 500
 
-#: Rows that are asked about in one round trip, and the seconds after which the next row that is
-#: taken lets those before it be asked about.
+#: The number of rows whose tickets are fetched in one round trip, and the seconds after which a
+#: smaller batch is fetched when the next row comes.
 ASKED: Final = 500
 ASK_AFTER: Final = 0.05
 
-#: How much further than the latest due time a job is extended at once, in milliseconds: otherwise
-#: each row of a list in the order of due times would extend it.
+#: How far beyond a row's due time its job is extended, in milliseconds. Otherwise, every row of a
+#: list sorted by due time would extend the job.
 MORE_MS: Final = 7 * 86_400_000
 
 
@@ -38,7 +38,7 @@ class RowRegistration:
 
     Args:
         delays: The application's ``app.rabbitdelay``, whose registry is used where a row needs it.
-        wanted: The options of the registry that all rows have.
+        wanted: The registry's options shared by all rows.
         task_name: The task's name.
         fail: Called with the numbers of rows that cannot be sent, and the error.
     """
@@ -58,23 +58,23 @@ class RowRegistration:
         self._job_id = ""
         self._thread = ThreadPoolExecutor(1, "rabbitdelay-register")
         self._registering: Future[list[str]] | None = None
-        #: The rows that the broker has not answered yet, by their numbers.
+        #: The unconfirmed rows, by number.
         self._sent: dict[int, Registration] = {}
-        #: The rows that it has confirmed. Their order does not matter: that of their tickets does.
+        #: The confirmed rows, in any order: only the order in their tickets matters.
         self._confirmed: list[Registration] = []
 
     @property
     def shared_headers(self) -> OwnOptions:
-        """The headers that the messages of all rows have."""
+        """The headers shared by the messages of all rows."""
         return self._wanted._replace(key="").headers("", job_id=self._job_id)
 
     @property
     def needs_each(self) -> bool:
-        """Whether all rows are tracked: the message of each is stored."""
+        """Whether all rows are tracked, so that every row's message is stored."""
         return self._wanted.track
 
     def take(self, due: Due) -> None:
-        """Note that a task of the rows' job, if they have one, is due at a time.
+        """Extend the rows' job, if there is one, to the due time of a row.
 
         Raises:
             JobClosed: The job is not open.
@@ -88,12 +88,10 @@ class RowRegistration:
             self._joined_until_ms = due.at_ms + MORE_MS
 
     def with_headers(self, work: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-        """Yield the calls of rows with their headers for the registry.
-
-        Calls that need headers get their tickets in batches, before they are sent.
+        """Add the registry's headers to the calls of rows, fetching tickets in batches.
 
         Args:
-            work: The number of each row, and its call; anything else stays as it is.
+            work: The rows' numbers and calls; other values pass through unchanged.
         """
         batch: list[tuple[int, Call]] = []
         began = 0.0
@@ -134,14 +132,14 @@ class RowRegistration:
         content: Callable[[], Content] | None,
         delayed: Delayed,
     ) -> None:
-        """Note that a row is sent.
+        """Prepare the registration of a row that is being sent.
 
         Args:
-            row: Its number.
-            call: Its call.
-            content: Returns its message; None if it cannot be written a second time, so that the
-                task cannot run earlier.
-            delayed: The message of one row, and where all go.
+            row: The row's number.
+            call: The row's call.
+            content: Returns the row's message; None if the message cannot be written a second time,
+                so that the task cannot be moved to an earlier time.
+            delayed: The message of one row, and the destination of all.
         """
         copy = call.headers.get(COPY)
         if copy is None:
@@ -158,7 +156,7 @@ class RowRegistration:
         )
 
     def ended(self, rows: Iterable[int], is_confirmed: bool) -> None:
-        """Note that the broker has confirmed rows, or has not."""
+        """Take the broker's answer on rows; register confirmed ones in batches."""
         for row in rows:
             registration = self._sent.pop(row, None)
             if registration is not None and is_confirmed:
@@ -167,7 +165,7 @@ class RowRegistration:
             self.flush()
 
     def flush(self) -> None:
-        """Begin to register the rows that are confirmed, in another thread."""
+        """Start to register the confirmed rows, in another thread."""
         if not self._confirmed:
             return
         self.wait()

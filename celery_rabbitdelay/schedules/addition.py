@@ -1,4 +1,4 @@
-"""What schedules add to an application."""
+"""The schedules' implementation of the kernel's seams for additions."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from celery_rabbitdelay.schedules.schedules import Schedules
 class ScheduleSettings(SettingsGroup):
     """The setting of the schedules."""
 
-    #: Whether workers take over Celery's ``beat_schedule`` and ``add_periodic_task``: its entries
-    #: are schedules then, and ``celery beat`` is not needed.
+    #: Whether workers take over Celery's ``beat_schedule`` and ``add_periodic_task``. Their entries
+    #: become schedules, and ``celery beat`` is not needed.
     beat: bool = False
 
     def check_beside(self, groups: Groups) -> None:
-        """Refuse the schedules of beat without a registry, which keeps them."""
-        if self.beat and not any(getattr(each, "registry_url", None) for each in groups.values()):
+        """Refuse ``beat`` without a registry, which stores the schedules."""
+        if self.beat and not any(getattr(group, "registry_url", None) for group in groups.values()):
             raise InvalidSetting(f"{PREFIX}beat", True, f"True needs {PREFIX}registry_url")
 
 
 class HasSchedules:
-    """The attribute of ``app.rabbitdelay``.
+    """Adds ``schedules`` to ``app.rabbitdelay``.
 
     Args:
         delays: The application's delay levels.
@@ -43,15 +43,15 @@ class HasSchedules:
 
     @property
     def schedules(self) -> Schedules:
-        """Tasks that run again and again: ``put``, ``get``, ``all``, ``delete`` and more."""
+        """The recurring tasks: ``put``, ``get``, ``all``, ``delete`` and more."""
         return Schedules(self._delays.app)
 
 
 class SchedulesAddition(Addition):
-    """Lets ``celery beat`` do nothing where workers take its schedules over; verifies schedules."""
+    """Stops ``celery beat`` where workers take over its entries; verifies schedules."""
 
     def problems(self) -> Iterator[tuple[str, str, Mapping[str, object]]]:
-        """Yield schedules whose next occurrence does not come, or could not be sent again."""
+        """Yield schedules whose next occurrence is missing, or cannot be sent again."""
         schedules, now_ms = record.Records(registry_of(self.delays)), wall_clock.ms()
         try:
             names = schedules.all()
@@ -62,7 +62,7 @@ class SchedulesAddition(Addition):
             return
         for name, noted in zip(names, found, strict=True):
             if noted is None or noted.ahead_ms is None:
-                continue  # a put that has not got further, or an end that has
+                continue  # an unfinished put, or a schedule that has ended
             subject = f"schedule {name}"
             if name in late:
                 yield "schedule-overdue", subject, {}
@@ -70,6 +70,6 @@ class SchedulesAddition(Addition):
                 yield "schedule-lost", subject, {}
 
     def beat_starts(self, service: Any) -> None:
-        """Take the entries from a service of beat."""
+        """Stop a beat service from sending entries that workers have taken over."""
         if self.delays.setting("beat"):
             idle_beat(service)

@@ -1,4 +1,4 @@
-"""The entries of ``celery beat`` as schedules, with ``rabbitdelay_beat``."""
+"""Celery's ``beat_schedule`` as schedules, with ``rabbitdelay_beat``."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from celery_rabbitdelay.schedules.schedules import OPTIONS, Schedules
 
 logger = logging.getLogger(__name__)
 
-#: What :meth:`.Schedules.put` takes beside the options of a send; an entry's options may name it.
+#: The arguments of :meth:`.Schedules.put` that an entry's options may contain.
 OF_PUT: Final = frozenset(Schedules.put.__kwdefaults__ or ())
 
-#: For how many milliseconds entries of beat do not come back that others have taken the place of.
+#: How long replaced beat entries are not put again, in milliseconds.
 FLAPPING_MS: Final = 3_600_000
 
 _FORMER: Final = (
-    "The entries of beat are those of other code, which was deployed later; if this code was "
-    "rolled back: celery rabbitdelay schedules put-beat"
+    "rabbitdelay_beat: code deployed later has replaced this code's beat entries. If this code was "
+    "rolled back, run: celery rabbitdelay schedules put-beat"
 )
 
 
 class _Plan(Schedules):
-    """Schedules that stay as they are.
+    """Collects the schedules that would be put, instead of storing them.
 
     Attributes:
-        puts: What would be put, by the names of the schedules: their first occurrences, what they
-            send, and whether they are paused.
+        puts: The arguments of ``_put`` by schedule name: first occurrence, message, and whether the
+            schedule is paused.
     """
 
     def __init__(self, app: DelayingCelery) -> None:
@@ -48,25 +48,25 @@ class _Plan(Schedules):
 
 
 class BeatEntries:
-    """The entries of an application's ``beat_schedule``, and what beat adds by itself.
+    """The entries of an application's ``beat_schedule``, including beat's own default entries.
 
     Args:
         schedules: The schedules of the application.
 
     Attributes:
-        puts: What they put, by the names of their schedules.
-        digest: Equal in all processes of the same code.
+        puts: The planned arguments of ``_put``, by schedule name.
+        digest: A hash of the entries, equal in all processes of the same code.
     """
 
     def __init__(self, schedules: Schedules) -> None:
-        from celery.beat import Scheduler  # it takes 20 ms, which all other programs need not
+        from celery.beat import Scheduler  # a slow import (20 ms) that few programs need
 
         app = schedules.app
         self._schedules, self._application = schedules, str(app.main or "")
         self._prefix = f"beat:{self._application}:"
         self._records = schedules._records
         self._is_current: bool | None = None
-        # As a worker has done: entries may be added when the application is finalized.
+        # As in a worker: finalizing the application may add entries.
         app.loader.import_default_modules()
         app.finalize()
         plan = _Plan(app)
@@ -76,27 +76,27 @@ class BeatEntries:
         for name, entry in scheduler.schedule.items():
             _plan_entry(plan, f"{self._prefix}{name}", entry)
         self.puts = plan.puts
-        said = sorted((name, made.revision, str(p)) for name, (made, _, p) in self.puts.items())
-        self.digest = hashlib.sha256(repr(said).encode()).hexdigest()[:24]
+        entries = sorted((name, made.revision, str(p)) for name, (made, _, p) in self.puts.items())
+        self.digest = hashlib.sha256(repr(entries).encode()).hexdigest()[:24]
 
     def put(self, *, is_forced: bool = False) -> bool:
-        """Put the entries, and end those that are not there any more.
+        """Put the entries as schedules, and delete schedules whose entries no longer exist.
 
-        While workers of two versions of the code are deployed, those of the former version change
-        nothing: entries that others have taken the place of are not put again for an hour.
+        While workers of two versions of the code are deployed, workers of the earlier version
+        change nothing: replaced entries are not put again for an hour.
 
         Args:
-            is_forced: Put them all the same, because the code was rolled back.
+            is_forced: Put the entries even if they were replaced, because the code was rolled back.
 
         Returns:
-            Whether they are as this code has them.
+            Whether the schedules now match this code.
         """
         with self._records.registry.alone(self._prefix):
             found = self._records.taken_over(self._application)
             if not is_forced and int(found.get(self.digest, 0)) > wall_clock.ms() - FLAPPING_MS:
                 logger.warning(_FORMER)
                 return False
-            # First of all: if Redis loses what is put meanwhile, it has lost this as well.
+            # Stored first: if Redis then loses schedules put below, it has lost this note too.
             if found.get("current") != self.digest:
                 self._records.take_over(self._application, found.get("current"), self.digest)
             for name, put in self.puts.items():
@@ -106,18 +106,18 @@ class BeatEntries:
         return True
 
     def keep(self) -> None:
-        """Put the entries once, and again whenever Redis has lost them; workers call this."""
+        """Put the entries unless Redis has them; workers call this regularly."""
         known = self._is_current is not None
         found = self._records.taken_over(self._application) if known else {}
         if found.get("current") == self.digest:
             self._is_current = True
         elif self.digest in found:
             self._is_current = False
-        elif self._is_current is not False:  # workers of later code put theirs
+        elif self._is_current is not False:  # False: workers of later code put their entries
             self._is_current = self.put()
 
     def end(self, kept: Container[str] = ()) -> None:
-        """End the schedules that were put for ``beat_schedule``, but those kept."""
+        """Delete all schedules of ``beat_schedule`` except these."""
         for name in self._records.all():
             if name.startswith(self._prefix) and name not in kept:
                 self._schedules.delete(name)
@@ -125,17 +125,17 @@ class BeatEntries:
 
 @contextmanager
 def _logged(name: str) -> Iterator[None]:
-    """Log what is wrong with an entry; the others are put all the same."""
+    """Log an invalid entry instead of raising, so that the other entries are put."""
     try:
         yield
     except (*TEMPORARY_ERRORS, RegistryUnavailable):
         raise
-    except Exception as error:  # noqa: BLE001 - of any kind: an entry may say anything
-        logger.error("The entry %r of beat cannot be a schedule: %s", name, error)
+    except Exception as error:  # noqa: BLE001 - an entry may contain anything
+        logger.error("Beat entry %r is invalid and does not run: %s", name, error)
 
 
 def _plan_entry(plan: _Plan, name: str, entry: Any) -> None:
-    """Plan an entry without the options that a schedule does not take."""
+    """Plan an entry, without the options that a schedule does not take."""
     with _logged(name):
         given = dict(entry.options)
         options: dict[str, Any] = {"overlap": "allow"}  # as with beat
@@ -144,27 +144,27 @@ def _plan_entry(plan: _Plan, name: str, entry: Any) -> None:
         if isinstance(expires, datetime):
             options["end"] = maybe_make_aware(expires)
         elif expires is not None:
-            # Celery counts it from the send, which is when the occurrence is due.
+            # Celery counts expires from the send, which is the occurrence's due time.
             options["catch_up"] = expires
         options |= {key: given.pop(key) for key in (OPTIONS | OF_PUT) & given.keys()}
         if given:
             left_out = ", ".join(sorted(given))
-            logger.warning("The entry %r of beat runs without its options: %s", name, left_out)
+            logger.warning("Beat entry %r runs without its options: %s", name, left_out)
         args, kwargs = entry.args or (), entry.kwargs
-        if any(type(each).__name__ == "BeatLazyFunc" for each in (*args, *kwargs.values())):
+        if any(type(value).__name__ == "BeatLazyFunc" for value in (*args, *kwargs.values())):
             raise InvalidSchedule(args, "takes no BeatLazyFunc: it is computed at each send")
         plan.put(name, entry.task, entry.schedule, args, kwargs, **options)
 
 
 def idle_beat(sender: Any, **_: Any) -> None:
-    """Let ``celery beat`` send nothing if workers have taken over what it would send."""
+    """Let ``celery beat`` send nothing if workers have taken over its entries."""
     if not sender.app.rabbitdelay.available:
         return
-    from celery import beat  # it takes 20 ms, which all other programs need not
+    from celery import beat  # a slow import (20 ms) that few programs need
 
     scheduler = sender.scheduler
     if type(scheduler) not in (beat.Scheduler, beat.PersistentScheduler):
-        logger.warning("Beat goes on beside rabbitdelay_beat: it has a scheduler of its own.")
+        logger.warning("rabbitdelay_beat: celery beat goes on, as it has a scheduler of its own.")
         return
-    logger.warning("Beat sends nothing, and is not needed: workers do it (rabbitdelay_beat).")
+    logger.warning("rabbitdelay_beat: celery beat sends nothing and is not needed; workers send.")
     scheduler.tick = lambda *_, **__: scheduler.max_interval

@@ -1,4 +1,4 @@
-"""``celery rabbitdelay schedules``: list and show them, and change them."""
+"""``celery rabbitdelay schedules``: list, show and change schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from celery_rabbitdelay.registry.commands import with_registry
 from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.schedules import Schedule, Schedules
 
-#: Seconds after which it is said of an occurrence that it has not come.
+#: Seconds after which an overdue occurrence is shown as missing.
 MISSING: Final = 60.0
 
 _name: Final = click.argument("name")
@@ -21,12 +21,12 @@ _name: Final = click.argument("name")
 
 @shared.group
 def schedules() -> None:
-    """Schedules: tasks that run again and again."""
+    """Schedules: recurring tasks."""
 
 
 @schedules.command("list")
 def list_all() -> None:
-    """List all schedules, and when they are due next."""
+    """List all schedules and their next due times."""
     with with_registry() as delays:
         found = delays.schedules.all()
     _list(found, ["there are no schedules"])
@@ -36,7 +36,7 @@ def list_all() -> None:
 @_name
 @click.option("--number", default=5, show_default=True, help="How many instants.")
 def show_next(name: str, number: int) -> None:
-    """Show when a schedule is due next."""
+    """Show the next due times of a schedule."""
     with with_registry() as delays:
         instants = delays.schedules.next(name, number)
     _answer({"name": name, "next": instants}, name, [shared.local(each) for each in instants])
@@ -45,7 +45,7 @@ def show_next(name: str, number: int) -> None:
 @schedules.command()
 @_name
 def show(name: str) -> None:
-    """Show a schedule, and what became of its last occurrence."""
+    """Show a schedule and the fate of its last occurrence."""
     with with_registry() as delays:
         found = delays.schedules.get(name)
     shown = None if found is None else _as_json(found)
@@ -57,14 +57,14 @@ def show(name: str) -> None:
 @schedules.command()
 @_name
 def pause(name: str) -> None:
-    """Let the occurrences of a schedule come and not run."""
+    """Pause a schedule: its occurrences are skipped."""
     _change(name, Schedules.pause, "paused")
 
 
 @schedules.command()
 @_name
 def resume(name: str) -> None:
-    """Let the occurrences of a schedule run again."""
+    """Resume a schedule."""
     _change(name, Schedules.resume, "resumed")
 
 
@@ -81,14 +81,14 @@ def trigger(name: str) -> None:
 @schedules.command()
 @_name
 def delete(name: str) -> None:
-    """End a schedule."""
+    """Delete a schedule."""
     _change(name, Schedules.delete, "deleted")
 
 
 @schedules.command("put-beat")
-@click.option("--end", is_flag=True, help="End what was put, because beat runs it again.")
+@click.option("--end", is_flag=True, help="Delete these schedules, because beat runs again.")
 def put_beat(end: bool) -> None:
-    """Put Celery's beat_schedule, also if later code has put another one."""
+    """Put Celery's beat_schedule, even if later code has replaced it."""
     with with_registry() as delays:
         entries = BeatEntries(delays.schedules)
         if end:
@@ -100,14 +100,14 @@ def put_beat(end: bool) -> None:
 
 
 def _change(name: str, change: Callable[[Schedules, str], bool], word: str) -> None:
-    """Change a schedule, and say in a word what became of it."""
+    """Change a schedule and print the outcome."""
     with with_registry() as delays:
         is_known = change(delays.schedules, name)
     _answer({"name": name, word: is_known}, name, [f"{name}: {word}"] * is_known)
 
 
 def _answer(answer: Mapping[str, object], name: str, lines: list[str]) -> None:
-    """Print an answer, which has no line where there is no such schedule."""
+    """Print an answer; without lines, report an unknown schedule."""
     shared.answer(answer, lines or [f"{name}: there is no such schedule"])
     if not lines:
         raise SystemExit(shared.FAILED)

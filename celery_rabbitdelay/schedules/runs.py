@@ -1,8 +1,8 @@
-"""Runs of schedules that others must not overlap: each has a lease in Redis while it goes.
+"""Keeps runs of a schedule from overlapping: a run holds the schedule's lease in Redis.
 
-The rule: whoever has the lease of a schedule runs. A lease belongs to one arrival of an occurrence;
-if RabbitMQ delivers the occurrence again, that arrival takes it over. The end of a run, and of a
-worker that is not killed, gives it back. A thread keeps the leases of this process.
+The lease belongs to one arrival of an occurrence. If RabbitMQ redelivers the occurrence, the new
+arrival takes the lease over. The lease is released when the run ends or the worker stops; after a
+kill it expires. A thread renews the leases of this process.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from celery_rabbitdelay.worker.celery_internals import Delivery, id_of
 
 logger = get_logger(__name__)
 
-#: Seconds between two looks whether runs have ended.
+#: Seconds between two checks for ended runs.
 POLL: Final = 0.05
 
-#: Milliseconds after which a run is taken to be over, unless its worker says that it still runs.
+#: Milliseconds after which a run counts as ended, unless its worker renews the lease.
 LEASE_MS: Final = 60_000
 
 #: Seconds between two renewals of the leases.
@@ -42,11 +42,11 @@ class _Run:
     """A run in this worker.
 
     Attributes:
-        lease: Takes, keeps or gives back its lease, whose token identifies this arrival; see
+        lease: Takes, renews or releases the lease, whose token identifies this arrival; see
             :meth:`.Store.lease`.
-        waits: Returns whether it waits in Celery because of its rate limit; None before Celery has
-            got it.
-        is_seen: Whether Celery had it at the last look.
+        waits: Returns whether the task waits in Celery for its rate limit; None until Celery has
+            the task.
+        is_seen: Whether Celery had the task at the last check.
     """
 
     lease: Callable[..., bool]
@@ -54,34 +54,33 @@ class _Run:
     is_seen: bool = True
 
     def is_over(self, task_id: str) -> bool:
-        """Return whether Celery has got it, and has it no more."""
+        """Return whether Celery had the task and has finished it."""
         if self.waits is None:
             return False
-        # Celery has it in neither for an instant when it leaves the rate limit's bucket.
+        # A task that leaves the rate limit's bucket is in neither place for an instant.
         was_seen, self.is_seen = self.is_seen, self.waits() or task_id in state.requests
         return not (was_seen or self.is_seen)
 
 
-#: The runs, by the ids of their tasks. They outlive the connection that they came over, and a
-#: worker that stops waits for them.
+#: The runs by task id. They outlive their connection, and a stopping worker waits for them.
 _going: Final[dict[str, _Run]] = {}
 
 
 def waits_for_rate(consumer: Any, delivery: Delivery) -> bool:
-    """Return whether a task waits in Celery's bucket because of its rate limit. From any thread."""
+    """Return whether a task waits in the bucket of its rate limit. Callable from any thread."""
     bucket = consumer.task_buckets[delivery.task]
     contents = () if bucket is None else tuple(bucket.contents)
     return id_of(delivery.message) in {request.id for request, _ in contents}
 
 
 def forget_what_has_not_begun() -> None:
-    """Forget the runs of a lost connection that RabbitMQ delivers again."""
+    """Forget the runs of a lost connection that had not begun: RabbitMQ redelivers them."""
     for task_id in set(_going) - {request.id for request in tuple(state.active_requests)}:
         _going.pop(task_id, None)
 
 
 def try_start(registry: Registry, occurrence: Occurrence) -> bool:
-    """Return whether an occurrence may run now, or cannot be told not to; keep its lease."""
+    """Take the lease for an occurrence; return True if it may run, also if Redis is away."""
     family = f"{occurrence.task_id} "
     key = registry.names.of("running", occurrence.name)
     lease = partial(registry.store.lease, key, family + new_copy())
@@ -89,7 +88,11 @@ def try_start(registry: Registry, occurrence: Occurrence) -> bool:
         if not lease(LEASE_MS, family):
             return False
     except RegistryUnavailable as error:
-        logger.warning("Occurrence %s may overlap another: %s", occurrence.task_id, error)
+        logger.warning(
+            "Occurrence %s may overlap another one, because Redis is away: %s",
+            occurrence.task_id,
+            error,
+        )
         return True
     queue(registry, occurrence, 0)
     _going[occurrence.task_id] = _Run(lease)
@@ -98,22 +101,22 @@ def try_start(registry: Registry, occurrence: Occurrence) -> bool:
 
 
 def given(consumer: Any, delivery: Delivery) -> None:
-    """Note that Celery has got a task."""
+    """Record that Celery has a task."""
     if (run := _going.get(id_of(delivery.message))) is not None:
         run.waits = partial(waits_for_rate, consumer, delivery)
 
 
 def queue(registry: Registry, occurrence: Occurrence, lasts_ms: int) -> bool:
-    """Lease the place of the one that waits for the end of a run, or give it back.
+    """Take or release the place of the single occurrence that waits for the end of a run.
 
-    Each edit of a schedule has a place of its own: what an earlier one left there is dropped when
-    it comes back, and keeps no other out.
+    Every edit of a schedule has its own place, so that a waiting occurrence of an earlier edit,
+    which will be dropped, does not block it.
 
     Returns:
-        Whether the occurrence has it, or Redis does not answer: then it runs.
+        Whether the occurrence has the place; True also if Redis does not answer.
     """
     key = registry.names.of("queued", f"{occurrence.order}:{occurrence.name}")
-    with suppress(RegistryUnavailable):  # it ends by itself
+    with suppress(RegistryUnavailable):  # the lease expires by itself
         return registry.store.lease(key, occurrence.task_id, lasts_ms)
     return True
 
@@ -125,7 +128,7 @@ def _start() -> None:
 
 
 def _keep() -> None:
-    """Renew the leases of what runs, and give back those of what has ended."""
+    """Renew the leases of runs, and release the leases of ended ones."""
     renew_at = time.monotonic() + RENEW_EVERY
     while True:
         time.sleep(POLL)
@@ -139,13 +142,13 @@ def _keep() -> None:
                     run.lease(0)
                 elif renews:
                     run.lease(LEASE_MS)
-            except Exception as error:  # noqa: BLE001 - the thread has to live on
-                logger.warning("The lease of %s is not kept: %s", task_id, error)
+            except Exception as error:  # noqa: BLE001 - the thread must survive
+                logger.warning("Occurrence %s: its lease is not renewed: %s", task_id, error)
 
 
 @worker_shutdown.connect
 def _end(**_: object) -> None:
-    """Give back all leases at the end of a worker: then no run goes on."""
-    with suppress(RegistryUnavailable):  # they end by themselves
+    """Release all leases when a worker ends, because its runs have ended."""
+    with suppress(RegistryUnavailable):  # the leases expire by themselves
         for run in tuple(_going.values()):
             run.lease(0)

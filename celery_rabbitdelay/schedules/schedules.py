@@ -1,7 +1,7 @@
-"""``app.rabbitdelay.schedules``: tasks that run again and again, without a process for it.
+"""``app.rabbitdelay.schedules``: recurring tasks, without a scheduler process.
 
-A schedule has one record in Redis; see ``record.py``. What is put is noted there first, and then
-sent: if the send fails, workers send it again once it is late.
+A schedule has one record in Redis; see ``record.py``. ``put`` stores the record first and then
+sends the first occurrence. If the send fails, workers send the occurrence again once it is late.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from celery_rabbitdelay.schedules.recurrence import (
 
 logger = getLogger(__name__)
 
-#: The options of a send that a schedule takes. Others concern one message only.
+#: The options of a send that a schedule takes. All other options concern a single message.
 OPTIONS: Final = frozenset(
     {"queue", "exchange", "routing_key", "priority", "serializer", "headers", "ignore_result"}
     | {"time_limit", "soft_time_limit", "shadow", "argsrepr", "kwargsrepr", "link", "link_error"}
     | {"retry", "retry_policy", "compression", "delivery_mode", "mandatory"}
 )
 
-#: How many instants are looked at to find the shortest gap between two.
+#: The number of instants searched for the shortest gap between two.
 INSTANTS: Final = 50
 
-#: The delay of what is sent now, in milliseconds: the registry decides about delayed tasks only.
+#: The delay of a triggered task, in milliseconds: the registry decides on delayed tasks only.
 AT_ONCE_MS: Final = 100
 
 CatchUp = Literal["last", "all"]
@@ -71,20 +71,20 @@ class Schedule(NamedTuple):
 
     Attributes:
         name: Its name.
-        task: The name of the task that it sends; empty if Redis has lost it, until the schedule
-            comes.
+        task: The name of the task that it sends; empty if Redis has lost it, until the next
+            occurrence arrives.
         args: The task's positional arguments; None if this program cannot read them.
-        kwargs: Its keyword arguments, likewise.
+        kwargs: The task's keyword arguments; None if this program cannot read them.
         options: The options of the task.
-        next_at: When it is due next.
-        next_id: The id of the task that is due then; to skip it, cancel that.
-        is_paused: Whether its occurrences do not run.
+        next_at: When the next occurrence is due.
+        next_id: The task id of the next occurrence; cancel it to skip the occurrence.
+        is_paused: Whether the schedule is paused.
         recurrence: When it is due.
-        overlap: What becomes of an occurrence while another run still goes.
-        catch_up: Which occurrences run that were missed: "last", "all", or seconds.
-        jitter: By how many seconds an occurrence is late on purpose, at most.
-        last: When the last occurrence was due that has come, when it came, and what became of it;
-            None if that is not known.
+        overlap: The treatment of an occurrence while another run has not ended.
+        catch_up: Which missed occurrences run: "last", "all", or the largest lateness in seconds.
+        jitter: The largest jitter of an occurrence, in seconds.
+        last: The due time, the arrival and the fate of the last occurrence that arrived; None if
+            unknown.
     """
 
     name: str
@@ -103,11 +103,11 @@ class Schedule(NamedTuple):
 
     @classmethod
     def of(cls, noted: NotedSchedule, accept: Iterable[str]) -> Schedule:
-        """Return what is noted about it.
+        """Make a schedule from its record.
 
         Args:
-            noted: What is noted.
-            accept: Celery's ``accept_content``, by which its arguments are read.
+            noted: The record.
+            accept: Celery's ``accept_content``, needed to read the arguments.
         """
         occurrence = noted.occurrence
         assert occurrence is not None
@@ -126,9 +126,9 @@ class Schedule(NamedTuple):
         )
 
     def exported(self) -> dict[str, Any]:
-        """Return it as the arguments of :meth:`.Schedules.put`, in values that kombu's JSON takes.
+        """Return the arguments of :meth:`.Schedules.put`, as values that kombu's JSON takes.
 
-        Only arguments that the task's serializer writes may have other values.
+        Only the task's own arguments may have other values, if its serializer is not JSON.
         """
         when, start_ms, end_ms = self.recurrence, self.recurrence.start_ms, self.recurrence.end_ms
         return {
@@ -183,49 +183,51 @@ class Schedules:
         paused: bool | None = None,
         **options: object,
     ) -> Schedule | None:
-        """Create a schedule, or change it. To put it again as it is changes nothing.
+        """Create or change a schedule. Putting it again unchanged has no effect.
 
         Args:
-            name: Its name, which is unique under the prefix of the registry.
+            name: The name, unique under the prefix of the registry.
             task: The task, or its name.
-            when: When it is due: a timedelta of at least a second; Celery's ``schedule`` or
-                ``crontab``; a cron text of five or six fields, or such as ``@daily``; or a list.
-            args: The task's positional arguments, which its serializer can write.
-            kwargs: Its keyword arguments, likewise.
-            timezone: The time zone of cron texts: an IANA name, or an offset such as UTC+05:30; by
-                default the crontab's own, or else the application's, which ``timezone`` and
-                ``enable_utc`` say.
-            start: Nothing is due before that, an aware datetime, or its ISO 8601 text; intervals
-                count from it.
-            end: Nothing is due after that, likewise.
-            exclude: The days in the time zone on which it is not due all the same: a date or its
-                text, or a list of these.
-            jitter: By how much an occurrence is late on purpose, at most, in seconds or as a
-                timedelta; each by its own part of it, so that not all come at once.
-            overlap: What becomes of an occurrence while another run of the schedule still goes:
-                ``"skip"`` leaves it out, ``"queue-one"`` lets one wait for the end and leaves out
-                others, ``"allow"`` lets it run beside. By default ``"skip"`` for a timedelta whose
-                ``catch_up`` is ``"last"``, and ``"allow"`` for all else. A run whose worker was
-                killed is over after a minute.
-            catch_up: What runs of that which was missed: ``"last"``, one occurrence for all of it,
-                however late; ``"all"``, each, one after the other; or those that are late by no
-                more than so many seconds, or a timedelta.
-            paused: Whether it is paused; None for as it is.
+            when: A timedelta of at least a second; Celery's ``schedule`` or ``crontab``; a cron
+                expression of five or six fields, or a nickname such as ``@daily``; or a list of
+                these.
+            args: The task's positional arguments, which its serializer must accept.
+            kwargs: The task's keyword arguments, which its serializer must accept.
+            timezone: The time zone of cron expressions: an IANA name, or an offset such as
+                UTC+05:30. By default the crontab's own, or else the application's (see Celery's
+                ``timezone`` and ``enable_utc``).
+            start: The earliest instant: an aware datetime or its ISO 8601 text. Intervals count
+                from it.
+            end: The latest instant, in the same forms.
+            exclude: Days in the time zone without occurrences: a date or its text, or a list of
+                these.
+            jitter: The largest jitter, in seconds or as a timedelta. Every occurrence is late by
+                its own part of it, so that schedules do not all come due at once.
+            overlap: The treatment of an occurrence while another run of the schedule has not ended:
+                ``"skip"`` skips it, ``"queue-one"`` lets one wait for the end and skips all
+                others, ``"allow"`` runs it at the same time. The default is ``"skip"`` for a
+                timedelta whose ``catch_up`` is ``"last"``, otherwise ``"allow"``. A run whose
+                worker was killed counts as ended after a minute.
+            catch_up: Which missed occurrences run: ``"last"`` runs one for all of them, however
+                late; ``"all"`` runs all, one after the other; a number of seconds or a timedelta
+                runs the occurrences that are at most so late.
+            paused: Whether the schedule is paused; None leaves that as it is.
             **options: Further options of the task: see :data:`OPTIONS`.
 
         Returns:
-            The schedule; None if its end is over.
+            The schedule; None if its end has passed.
 
         Raises:
-            InvalidSchedule: One of these is wrong, or nothing is ever due.
-            PublishError: RabbitMQ did not confirm the first occurrence. The schedule was put: to
-                put it again sends that again, as workers do once it is a minute late.
+            InvalidSchedule: An argument is invalid, or no instant is ever due.
+            PublishError: RabbitMQ did not confirm the first occurrence. The schedule is stored:
+                putting it again sends the occurrence again, and so do workers once it is a minute
+                late.
         """
         if unknown := options.keys() - OPTIONS:
             known = ", ".join(sorted(OPTIONS))
             raise InvalidSchedule(name, f"takes the options {known}, not {sorted(unknown)}")
         self.app.rabbitdelay.check_protocol()
-        # As with beat, a crontab may bring its own, such as one of django-celery-beat.
+        # As with beat, a crontab may bring its own time zone, such as one of django-celery-beat.
         zone = getattr(when, "__dict__", {}).get("tz", self.app.timezone)
         recurrence = Recurrence.of(when, timezone or _zone_of(zone), start, end, exclude)
         words: dict[str, int] = {word: ms for ms, word in _CATCH_UPS.items()}
@@ -236,14 +238,14 @@ class Schedules:
         if overlap is None:
             is_last = isinstance(when, timedelta) and catch_up_ms == LAST
             overlap = "skip" if is_last else "allow"
-        for each in options.keys() & {"queue", "exchange"}:
-            options[each] = getattr(options[each], "name", options[each])
+        for option in options.keys() & {"queue", "exchange"}:
+            options[option] = getattr(options[option], "name", options[option])
         first_ms, jitter_ms = recurrence.after(wall_clock.ms()), milliseconds(jitter)
         made = Occurrence(name, first_ms or 0, recurrence, catch_up_ms, jitter_ms, overlap, options)
         try:
             text = made.text
         except (TypeError, ValueError) as error:
-            takes = f"takes options that JSON can write: {error}"
+            takes = f"takes options that can be written as JSON: {error}"
             raise InvalidSchedule(options, takes) from None
         if len(text) > MAX_TEXT - 200:  # its order and more are added
             raise InvalidSchedule(when, "is too long")
@@ -259,10 +261,10 @@ class Schedules:
         return self._put(made._replace(revision=revision), stored(delayed), paused)
 
     def put_exported(self, exported: Mapping[str, Any], **changes: Any) -> Schedule | None:
-        """Put a schedule as :meth:`.Schedule.exported` has returned it, with changes.
+        """Put a schedule from the values of :meth:`.Schedule.exported`, with changes.
 
         Raises:
-            InvalidSchedule: As :meth:`put`; or its arguments could not be read.
+            InvalidSchedule: As :meth:`put`, or the exporting program could not read the arguments.
         """
         given = {**exported, **changes}
         if given.get("args", ()) is None:
@@ -272,7 +274,7 @@ class Schedules:
         return self.put(**given, **options)
 
     def _put(self, made: Occurrence, message: str, paused: bool | None) -> Schedule | None:
-        """Note a schedule, and send its first occurrence, unless nothing has changed."""
+        """Store a schedule and send its first occurrence, unless nothing has changed."""
         records = self._records
         is_noted = False
         while not is_noted:
@@ -291,7 +293,7 @@ class Schedules:
                 self.delete(made.name)
                 return None
             made = made._replace(instant_ms=first_ms, order=self._next_order(before))
-            # False if another program was faster, or an occurrence has come.
+            # False if another program was faster, or an occurrence has arrived.
             is_noted = records.edit(made.name, before, made.order, made, message, paused)
             if is_noted:
                 self._unlist(before)
@@ -310,22 +312,22 @@ class Schedules:
     def _found(self, names: Sequence[str]) -> list[Schedule]:
         accept = self.app.conf.accept_content
         noted = self._records.get(names)
-        return [Schedule.of(each, accept) for each in noted if each and each.occurrence]
+        return [Schedule.of(one, accept) for one in noted if one and one.occurrence]
 
     def next(self, name: str, number: int = 5) -> list[datetime]:
-        """Return when a schedule is due next; empty if no schedule has that name."""
+        """Return the next instants of a schedule; empty if no schedule has that name."""
         (noted,) = self._records.get([name])
         if noted is None or (occurrence := noted.occurrence) is None:
             return []
         instants = occurrence.recurrence.all_after(occurrence.instant_ms - 1)
-        return [instant_of(each) for each in islice(instants, number)]
+        return [instant_of(at_ms) for at_ms in islice(instants, number)]
 
     def pause(self, name: str) -> bool:
-        """Let the occurrences of a schedule come and not run; return whether there is one."""
+        """Pause a schedule: its occurrences are skipped. Return whether the schedule exists."""
         return self._pause(name, is_paused=True)
 
     def resume(self, name: str) -> bool:
-        """Let the occurrences of a schedule run again; return whether there is one."""
+        """Resume a schedule; return whether the schedule exists."""
         return self._pause(name, is_paused=False)
 
     def _pause(self, name: str, *, is_paused: bool) -> bool:
@@ -335,34 +337,34 @@ class Schedules:
         return is_known
 
     def trigger(self, name: str) -> AsyncResult[Any] | None:
-        """Send the task of a schedule now, beside its occurrences; None if there is no such one."""
+        """Send the task of a schedule now, as an extra run; return None for an unknown schedule."""
         (noted,) = self._records.get([name])
         if noted is None or not noted.message:
             return None
-        # The registry is asked about it as about any task.
+        # For the registry this is a task like any other.
         task_id, pattern = str(uuid4()), restored(noted.message, "")
-        says = {COPY: new_copy(), TRACKED: True} if record.is_tracked(pattern) else {}
-        sent = record.filled(pattern, task_id, wall_clock.ms() + AT_ONCE_MS, says)
+        headers = {COPY: new_copy(), TRACKED: True} if record.is_tracked(pattern) else {}
+        sent = record.filled(pattern, task_id, wall_clock.ms() + AT_ONCE_MS, headers)
         record.send_all(self.app.rabbitdelay, [sent])
         result: AsyncResult[Any] = self.app.AsyncResult(task_id)
         return result
 
     def delete(self, name: str) -> bool:
-        """End a schedule: nothing that waits of it runs. Return whether there was one."""
+        """Delete a schedule: its waiting occurrences do not run. Return whether it existed."""
         while True:
             (noted,) = self._records.get([name])
             if noted is None or noted.is_deleted:
                 return False
-            # What waits for the end of a run outlives the last instant.
+            # Even after the last instant, an occurrence may wait for the end of a run.
             if self._records.edit(name, noted, self._next_order(noted)):
                 self._unlist(noted)
                 return noted.ahead_ms is not None
 
     def heal(self) -> list[str]:
-        """Send occurrences again that have not come in time; return the names of their schedules.
+        """Send missing occurrences again; return the names of their schedules.
 
-        Workers call this now and then. If an occurrence has only been late, the message of it that
-        arrives first decides, and the other one is dropped.
+        Workers call this regularly. If an occurrence was only late, the first of its two messages
+        to arrive decides, and the other one is dropped.
         """
         now_ms, records = wall_clock.ms(), self._records
         names = list(records.overdue(now_ms - record.HEAL_AFTER_MS))
@@ -373,7 +375,7 @@ class Schedules:
             if noted is None or noted.ahead_ms is None:
                 listed[name] = None
             elif noted.occurrence is None or not noted.message:
-                logger.warning("The schedule %r has to be put again: Redis has lost it.", name)
+                logger.warning("Schedule %r: Redis has lost it; put it again.", name)
             elif noted.occurrence.due_ms > now_ms - record.HEAL_AFTER_MS:
                 listed[name] = noted.occurrence.due_ms
             elif (when := noted.heals(now_ms)) == "soon":
@@ -381,19 +383,19 @@ class Schedules:
             elif when == "now":
                 message = record.message_of(noted.occurrence, noted.message)
                 task, queue = record.task_of(message), message.queue
-                # What waits for a resume is not missed.
+                # An occurrence that waits for a resume is not missing.
                 if not paused_since(paused, task, queue.name if queue else ""):
                     records.note(name, healed=now_ms)
                     healed[name] = message
                     self.app.rabbitdelay.recorder.record({OCCURRENCES: 1}, task, "sent again")
         records.note_due(listed)
         if healed:
-            logger.warning("Occurrences of schedules are sent again: %s", ", ".join(healed))
+            logger.warning("Schedules whose occurrence is sent again: %s", ", ".join(healed))
         record.send_all(self.app.rabbitdelay, list(healed.values()))
         return list(healed)
 
     def _unlist(self, before: NotedSchedule | None) -> None:
-        """Take a tracked occurrence from the list of what waits, which will not run."""
+        """Remove a tracked occurrence that will not run from the list of waiting tasks."""
         known = before and before.message and before.occurrence
         if before and known and record.is_tracked(restored(before.message, "")):
             self._records.registry.cancel_each([known.task_id], also_future=False)

@@ -1,20 +1,20 @@
--- Decide what becomes of tasks that have arrived: the rule of the registry.
+-- Decide whether arrived tasks run: the rule of the registry.
 -- The words (life, attempt, won, once, mark) are explained in shared.lua.
 --
--- KEYS  the record of each task
--- ARGV  for each: copy, life, attempt, due, the queue if only one message of the attempt may run there,
---       the mark that this one leaves, the arrivals that have put it back (a dot before and behind each),
---       the last generation that it follows any arrival of, whether it has an option of the registry,
---       until when it was put back last, what its key and its job say:
---       "run", "later", "expired", "superseded" or "replaced", or a text that begins with "!" if one of
---       them cannot be read; and whether it is paused; then whether to note it ("1")
--- Returns for each task the verdict, "paused" if it would run otherwise, or the instant until which it
--- was postponed.
+-- KEYS  the record of every task
+-- ARGV  per task: copy, life, attempt, due, the queue if only one message of the attempt may run there,
+--       the mark of this arrival, the names of the arrivals that put the message back (between dots), the
+--       latest generation of which it may replace any arrival, whether it has an option of the registry,
+--       until when it was put back last, the verdict of its key and job ("run", "later", "expired",
+--       "superseded" or "replaced", or a text that begins with "!" if one of them cannot be read), and
+--       whether it is paused; then whether to record the decision ("1")
+-- Returns per task the verdict, "paused" if only a pause keeps it from running, or the due time that it
+-- was postponed to.
 
 local notes, now_ms = ARGV[3] == '1', clock()
 
--- Return whether an arrival may take the place of the one that was let run: it is that one, whose answer
--- was lost; or the other one has put its message back; or RabbitMQ has redelivered it.
+-- Return whether an arrival may replace the one that was let run: it is the same one, whose answer was
+-- lost; or the other one has put its message back; or RabbitMQ has redelivered the message.
 local function follows(first, mark, former, heir_of)
   local name, generation, arrival = string.match(first, '^([^.]*)%.(%d+)%.(.*)$')
   return first == mark or name == string.match(mark, '^[^.]*')
@@ -39,7 +39,7 @@ local function arrive(record, copy, life, attempt, due, queue, mark, former, hei
       return 'duplicate'
     end
     if notes then
-      -- Also if it is put back: then its mark is known, and what that becomes may follow it.
+      -- Also if the message is put back: later arrivals of it may then replace this one by its mark.
       redis.call('HSET', record, once, mark)
       keep(record, math.max(due, now_ms) + keep_ms, now_ms)
     end
@@ -67,7 +67,7 @@ local function arrive(record, copy, life, attempt, due, queue, mark, former, hei
     end
     if not_before and tonumber(not_before) > due then
       if notes and waits == full then
-        -- It waits in the levels until then, so that "earlier" means earlier than that.
+        -- The message waits in the levels until then, so "earlier" means earlier than not_before.
         redis.call('HSET', record, 'due', not_before)
       end
       return not_before

@@ -1,15 +1,15 @@
--- Look at what has to be known before tasks are sent. Changes nothing.
+-- Return the lives and orders for tasks that are about to be sent. Changes nothing.
 --
--- KEYS  records of tasks, and keys that tasks are sent with
--- ARGV  for each: "task" or "key"
--- Returns for each task the life of what is sent under its id now, empty if it has not run; for each key
--- the order of what is sent with it now: the time in microseconds, or more if its newest task has no less.
+-- KEYS  records of tasks, and keys of tasks
+-- ARGV  per key: "task" or "key"
+-- Returns for a task the life of the next message under its id, empty if the task has not run; for a key the
+-- order of its next task: the time in microseconds, or one more than the order of its newest task.
 
 local now_us = clock_us()
 
 local function look(name, kind)
   if kind == 'key' then
-    -- What cannot be read has no order.
+    -- An unreadable key has no order.
     local newest = redis.pcall('GET', name)
     local order = type(newest) == 'string' and tonumber(string.match(newest, '^(%d+) '))
     return string.format('%.0f', math.max(now_us, order and order + 1 or 0))

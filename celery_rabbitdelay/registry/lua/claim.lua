@@ -1,10 +1,10 @@
--- Say which task is the newest under a key: the one with the largest order, and of two with the same
--- order the one with the greater id, whoever says it first.
+-- Find the newest task of a key: the largest order wins, and among equal orders the greater id. The result
+-- does not depend on the order of the calls.
 --
--- KEYS  what is known about each key: a text, the order and the id of its newest task
--- ARGV  for each: order, task id, due
--- Returns for each "newest", a space, and the id of the task that was the newest before; "superseded";
--- or "replaced" if the newest message under the key is another one of the same task.
+-- KEYS  the record of every key: a text with the order and the id of its newest task
+-- ARGV  per key: order, task id, due
+-- Returns per key "newest", a space, and the id of the previous newest task; "superseded"; or "replaced" if
+-- the newest message of the key is another message of the same task.
 
 local now_ms = clock()
 

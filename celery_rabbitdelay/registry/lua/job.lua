@@ -1,23 +1,21 @@
--- Open, join, commit, abort or look at a job. Its record is a hash:
+-- Open, join, commit, abort or read a job. Its record is a hash:
 --
---   id             tells it from other jobs of the same name
+--   id             distinguishes jobs of the same name
 --   state          "open", "committed" or "aborted"
---   expires        when it turns from open to aborted
---   expired        set if it was not committed in time
---   free           until when no other job can have its name
---   was:ID         the state of a former job of that name
+--   expires        when an open job turns aborted
+--   expired        set if the job was not committed in time
+--   free           from when on another job may have the name
+--   was:ID         the state of a former job of the name
 --
--- The names of the jobs of each hash tag are listed by when they were opened; those that are open also by
--- when they expire.
+-- Every hash tag has a list of its jobs by time of opening, and a list of its open jobs by expiry.
 --
 -- KEYS  the job
--- ARGV  what to do: "open", "join", "commit", "abort", "look", or "confirm" that it was committed, which
---       Redis may have lost; the job's id ("open"; "confirm"; "look", where it may be empty); for how
---       many milliseconds it stays open ("open"), or when its task is due ("join"); for how many
---       milliseconds its name is not free after that
--- Returns {state, id, expires}, and "now" if it was not committed in time and nobody had found that out
--- before; an empty state if there is no such job; for "open" "opened" if it is open now, otherwise the
--- state of the job that has the name. If the record cannot be read, a text that begins with "!".
+-- ARGV  "open", "join", "commit", "abort", "look", or "confirm" (restores a commit that Redis may have lost);
+--       the job's id ("open"; "confirm"; "look", where it may be empty); how many milliseconds the job stays
+--       open ("open"), or when its task is due ("join"); how many milliseconds its name stays taken after that
+-- Returns {state, id, expires}, and "now" if this call is the first to find that the job was not committed in
+-- time; an empty state if the job does not exist. "open" returns "opened", or the state of the job that has
+-- the name. If the record cannot be read, a text that begins with "!".
 
 local states, now_ms = {open = true, committed = true, aborted = true}, clock()
 
@@ -25,7 +23,7 @@ local function number(value)
   return string.format('%.0f', value)
 end
 
--- Let a job live until then at least, and with it the lists of jobs.
+-- Extend the expiry of a job and of the lists of jobs to an instant.
 local function keep_job(job, until_ms)
   keep(job, until_ms, now_ms)
   keep(tag_of(job) .. 'jobs', until_ms, now_ms)
@@ -36,13 +34,13 @@ local function name_of(job)
   return string.sub(job, string.len(tag_of(job) .. 'job:') + 1)
 end
 
--- Note what has become of a job that was open, or seemed to have expired.
+-- Store the final state of a job.
 local function close(job, state)
   redis.call('HSET', job, 'state', state)
   redis.call('ZREM', tag_of(job) .. 'open', name_of(job))
 end
 
--- For each job that is listed, the two oldest ones leave the list if they are gone.
+-- List a job. Every call also checks the two oldest jobs, and removes them from the list if they are gone.
 local function list(job, expires)
   local jobs, before = tag_of(job) .. 'jobs', tag_of(job) .. 'job:'
   for _, name in ipairs(redis.call('ZRANGE', jobs, 0, 1)) do

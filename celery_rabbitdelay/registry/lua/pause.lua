@@ -1,12 +1,10 @@
--- Pause or resume the tasks of a name or for a queue, or look what is paused.
+-- Pause or resume the tasks of a name or for a queue, or list the pauses.
 --
--- KEYS  what is paused: a hash, for each "task:NAME" and "queue:NAME" since when, and behind a blank until
---       when, if it ends by itself
--- ARGV  what to do: "pause", "resume" or "look"; the field, and until when, empty for no end; "look" needs
---       neither
--- Returns since when it is paused, for "resume" since when it was; an empty text if it is not, or was
--- not. For "look" all fields, each with its value behind it. If the hash cannot be read, a text that
--- begins with "!".
+-- KEYS  the pauses: a hash from "task:NAME" and "queue:NAME" to the start, followed by a space and the end
+--       if the pause has one
+-- ARGV  "pause", "resume" or "look"; the field; the end, empty for none ("look" needs neither)
+-- Returns the start of the pause, empty if there is none; for "look" a list of fields and values by turns.
+-- If the hash cannot be read, a text that begins with "!".
 
 local now_ms = clock()
 
@@ -15,13 +13,13 @@ local function end_of(value)
 end
 
 local function look(paused)
-  local lasting, told = {}, redis.call('HGETALL', paused)
-  for at = 1, #told, 2 do
-    if (end_of(told[at + 1]) or now_ms + 1) <= now_ms then
-      redis.call('HDEL', paused, told[at])
+  local lasting, all = {}, redis.call('HGETALL', paused)
+  for at = 1, #all, 2 do
+    if (end_of(all[at + 1]) or now_ms + 1) <= now_ms then
+      redis.call('HDEL', paused, all[at])
     else
-      table.insert(lasting, told[at])
-      table.insert(lasting, told[at + 1])
+      table.insert(lasting, all[at])
+      table.insert(lasting, all[at + 1])
     end
   end
   return lasting

@@ -1,34 +1,34 @@
 -- Functions that all scripts share. The record of a task is a hash:
 --
---   cancelled      the life (see below) up to which the task is cancelled; at least one that no message
---                  had begun by then, if the task had run
---   not_before     until when it was postponed
+--   cancelled      the life (see below) up to which the task is cancelled; if the task had already run,
+--                  this includes the next life
+--   not_before     the due time that the task was postponed to
 --   won:ATTEMPT    the name of the message that was let run
---   once:ATTEMPT   with "@" and a queue: the mark of what was let run there last: the message's name, how
---                  often it was put back, and the name of its arrival, with dots between them
---   ran            the latest life that a message was let run of
+--   once:ATTEMPT   with "@" and a queue: the mark of the last message that was let run there: its name,
+--                  the number of times it was put back, and the name of its arrival, separated by dots
+--   ran            the latest life of which a message was let run
 --
--- and of the attempt that waits, if it is registered:
+-- and for the registered attempt that waits:
 --
---   waits          which one
+--   waits          the attempt
 --   copy           the name of the message that was registered last
---   due            when the first of its messages is due
---   key, order     its key, and its order among the tasks of that key
---   kind, job      of a tracked task: what it is indexed by; the kind is its name and its queue
---   sent           likewise: when its first message was registered
+--   due            the earliest due time of its messages
+--   key, order     the task's key, and its order among the tasks with that key
+--   kind, job      the indexes of a tracked task; the kind is its name and its queue
+--   sent           when the first message of a tracked task was registered
 --
--- What it takes to send a tracked task anew is a text beside its record, which stays small that way.
+-- The message of a tracked task is stored in a key of its own, which keeps the record small.
 --
--- All scripts take a list of keys, for how many milliseconds a decision outlives what it is about, and
--- a list in JSON with the arguments for each key. They return JSON, which Python reads faster than what
--- Redis makes of a table.
+-- All scripts take a list of keys, the time in milliseconds for which a decision is kept after its task,
+-- and a JSON list of the arguments per key. They return JSON, which Python parses faster than the reply
+-- that Redis makes of a table.
 --
--- All instants are milliseconds since 1970. An attempt is "LIFE.RETRIES.REPLACEMENTS". A task that
--- is sent anew under its id, after it has run, begins a new life: 1, 2, and so on. A message whose
--- sender could not ask for its life has one of its own: -1, or "?" and its name.
+-- All instants are milliseconds since 1970. An attempt is "LIFE.RETRIES.REPLACEMENTS". Sending a task
+-- again under its id, after it has run, begins a new life: 1, 2, and so on. A message whose sender could
+-- not ask Redis for its life has a life of its own: -1, or "?" and its name.
 
--- A test that travels in time adds its own time to the first argument, in microseconds, and shortens
--- the lives of all keys on its way.
+-- A time-travelling test adds its own time to the first argument, in microseconds, and shortens the
+-- expiry of all keys as it travels.
 
 local keep_ms, own_us = string.match(ARGV[1], '^(%d+) ?(%d*)$')
 local given = ARGV[2] and cjson.decode(ARGV[2])
@@ -47,25 +47,25 @@ local function clock()
   return math.floor(clock_us() / 1000)
 end
 
--- An instant of clock() by the clock of Redis, which the expiry of a key goes by.
+-- Convert an instant of clock() to the clock of Redis, which decides when keys expire.
 local function by_redis(ms)
   return string.format('%.0f', own_us and ms + (redis_us() - own_us) / 1000 or ms)
 end
 
--- Return what a function says of each key and its arguments. If Redis or Lua cannot read what is noted
--- there, its answer begins with "!" and says so, and the other keys have theirs.
+-- Call a function for every key with its arguments, and return the answers. If the key cannot be read,
+-- its answer is "!" and the error; the other keys are not affected.
 local function of_each_key(say)
   local answers = {}
   for number, key in ipairs(KEYS) do
     local is_readable, answer = pcall(say, key, unpack(given[number]))
-    -- What Redis refuses is a table, and what Lua refuses is a text.
+    -- An error of Redis is a table, an error of Lua is a text.
     answers[number] = is_readable and answer
       or '!' .. tostring(type(answer) == 'table' and answer.err or answer)
   end
   return answers
 end
 
--- Let a key live until then at least.
+-- Extend the expiry of a key to an instant.
 local function keep(key, until_ms, now_ms)
   local left = redis.call('PTTL', key)
   if left < 0 or left < until_ms - now_ms then
@@ -93,7 +93,7 @@ local function message_of(record)
   return (string.gsub(record, '}:task:', '}:message:', 1))
 end
 
--- Take a task from the lists of those that wait.
+-- Remove a task from the indexes of waiting tasks.
 local function unlist(record)
   local kind, job = unpack(redis.call('HMGET', record, 'kind', 'job'))
   if kind then
@@ -105,7 +105,7 @@ local function unlist(record)
   end
 end
 
--- Forget all that was noted about the attempt that waits.
+-- Delete the fields of the waiting attempt.
 local function settle(record)
   unlist(record)
   redis.call('HDEL', record, 'waits', 'copy', 'due', 'key', 'order')
@@ -119,12 +119,12 @@ local function life_in(attempt)
   return tonumber(string.match(attempt, '^(%d+)%.') or '-1')
 end
 
--- The latest life of which anything is known.
+-- Return the latest known life.
 local function latest(ran, waits)
   return math.max(tonumber(ran or '0'), waits and life_in(waits) or 0)
 end
 
--- The life of what is sent under a task's id after it has run: neither that nor cancelled.
+-- Return the life of the next message under a task's id: later than all lives that ran or are cancelled.
 local function next_life(ran, cancelled)
   return math.max(tonumber(ran), tonumber(cancelled or '0')) + 1
 end

@@ -1,19 +1,18 @@
--- Count the tracked tasks that wait, by their kinds: their names and queues.
+-- Count the waiting tracked tasks by kind (name and queue).
 --
--- KEYS  the kinds of one hash tag
--- ARGV  when the oldest task was due that still counts as waiting; how many kinds are counted at most, those
---       with the most tasks; an instant; then instants, in their order
--- Returns {tasks of the kinds that were left out, kinds}, and of each kind: itself, how many tasks of it
--- wait, when the first was due or will be, when the first is due that is due at the instant or later (each
--- empty for none), how many are cancelled whose messages are not due at the instant, and how many are due
--- before each of the other instants.
+-- KEYS  the list of kinds of one hash tag
+-- ARGV  the earliest due time that still counts as waiting; the limit of separately counted kinds, largest
+--       first; an instant; then further instants in order
+-- Returns {tasks of all other kinds, kinds}, and per kind: the kind, the number of waiting tasks, the earliest
+-- due time, the earliest due time from the instant on (both empty for none), the number of cancelled tasks
+-- whose messages are due at the instant or later, and the number of tasks due before every further instant.
 
--- When the first task is due that is due at an instant or later.
+-- Return the earliest due time from an instant on.
 local function due_from(key, instant)
   return redis.call('ZRANGEBYSCORE', key, instant, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2] or ''
 end
 
--- Return how many are due before each instant. Where nothing is due for a while, none is counted in between.
+-- Count the tasks due before every instant, by bisection: equal counts at both ends need no more calls.
 local function due_before(key, least, instants)
   local counts = {}
   local function count(at)

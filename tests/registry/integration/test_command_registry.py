@@ -109,7 +109,7 @@ def test_the_command_asks_before_it_cancels_those_of_a_filter(shop: Any) -> None
             shop.rabbitdelay.open_job(job, expires=60)
         send(shop, 3600, **({"job": job} if job else {}))
     refused = invoke(shop, "cancel --job imports", "n\n")
-    assert "Cancel 1 tracked tasks that wait?" in refused.stdout
+    assert "Cancel 1 waiting tracked tasks?" in refused.stdout
     assert (refused.exit_code, shop.rabbitdelay.count()) == (1, 4)
     assert invoke(shop, "cancel --job imports", "y\n").stdout.endswith("1 cancelled\n")
     now = datetime.now(UTC).isoformat()
@@ -135,8 +135,8 @@ def test_what_nobody_knows_is_unknown_and_leaves_no_record_unless_asked(
 ) -> None:
     name = f"unheard-of-{uuid4().hex}"
     told, keyed = invoke(shop, f"{command} {name}"), invoke(shop, f"{command} --key {name}")
-    assert told.stdout.startswith(f"{name}: unknown: nothing waits under it; ")
-    assert keyed.stdout == f"{name}: unknown: nothing waits under it\n"
+    assert told.stdout.startswith(f"{name}: unknown: no task waits under it; ")
+    assert keyed.stdout == f"{name}: unknown: no task waits under it\n"
     assert (told.exit_code, keyed.exit_code, shop.rabbitdelay.show(name)) == (1, 1, None)
     asked = invoke(shop, f"{command} {name} --also-future")
     assert asked.stdout.startswith(f"{name}: noted; ")
@@ -157,7 +157,7 @@ def test_tracked_tasks_are_postponed_to_now(shop: Any, configuration: dict[str, 
         for each in (by_id, by_key):
             assert shop.AsyncResult(each).get(timeout=PATIENCE)
         late = invoke(shop, f"postpone --delay 0 {by_id}")
-    assert late.stdout == f"{by_id}: it has arrived at a worker already\n"
+    assert late.stdout == f"{by_id}: has arrived at a worker already\n"
     assert late.exit_code == 1
 
 

@@ -324,7 +324,7 @@ def test_workers_that_start_at_once_put_one_chain_of_each_entry_of_beat_and_need
         beat, workers = Beat(own), [Worker(own, None, "-P", "solo") for _ in range(2)]
         [*threads.map(stack.enter_context, [beat, *workers])]
         wait_for(lambda: len(set(stage())) == 2 and len(stage()) >= 8, "occurrences", PATIENCE)
-        wait_for(lambda: "Beat sends nothing, and is not needed" in beat.log, "beat", PATIENCE)
+        wait_for(lambda: "beat sends nothing and is not needed" in beat.log, "beat", PATIENCE)
         assert "Sending due task" not in beat.log
         # A second chain of one would bring each occurrence twice.
         assert not any(each.log.count("is dropped: another one has come first") for each in workers)
@@ -368,7 +368,7 @@ def test_an_entry_that_cannot_be_a_schedule_is_said_and_keeps_no_other_from_it(
     assert BeatEntries(app.rabbitdelay.schedules).put()
     (made,) = app.rabbitdelay.schedules.all()
     assert made.name.endswith(":b")
-    assert "'beat:shop:a' of beat cannot be a schedule" in caplog.text
+    assert "Beat entry 'beat:shop:a' is invalid" in caplog.text
     app.rabbitdelay.schedules.delete(made.name)
 
 
