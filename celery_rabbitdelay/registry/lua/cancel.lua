@@ -1,14 +1,14 @@
 -- Cancel tasks.
 --
--- KEYS  the record of each task
--- ARGV  nothing for each; then for how many milliseconds a cancel is kept if nothing of the task waits,
---       and whether to note it if nothing is known of the task ("1")
--- Returns for each task what was found: "done", "released", "cancelled", "noted", or if nothing was noted,
--- "unknown". Behind "done" the order and the key of the task, if it has one.
+-- KEYS  the record of every task
+-- ARGV  nothing per task; then how many milliseconds a cancel is kept if the task does not wait, and whether
+--       to record the cancel of an unknown task ("1")
+-- Returns per task the outcome: "done", "released", "cancelled", "noted" or "unknown". If the task has a key,
+-- "done" is followed by its order and its key.
 
 local note_ms, notes, now_ms = tonumber(ARGV[3]), ARGV[4] == '1', clock()
 
--- Until its message is due, which is dropped then, a cancelled task is counted by its kind.
+-- Count a cancelled task by its kind until its message is due and dropped.
 local function list_cancelled(record, due)
   local kind = redis.call('HGET', record, 'kind')
   if kind then
@@ -28,7 +28,7 @@ local function cancel(record)
   if not (waits or ran or notes) then
     return outcome
   end
-  -- Once the task has run, a message of the next life may be on its way that is not registered.
+  -- Once the task has run, an unregistered message of its next life may be on its way.
   redis.call('HSET', record, 'cancelled', ran and math.max(life, next_life(ran, cancelled)) or life)
   local last = math.max(tonumber(due or '0'), tonumber(not_before or '0'), now_ms)
   keep(record, last + (waits and keep_ms or note_ms), now_ms)

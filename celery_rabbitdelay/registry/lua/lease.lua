@@ -1,9 +1,9 @@
--- Take a lease, keep it, or give it back.
+-- Take, renew or release a lease.
 --
--- KEYS  the lease, whose value is the token of who has it
--- ARGV  the token; for how many milliseconds from now on it is taken or kept, 0 to give it back; and what
---       a token begins with that it is taken over from, empty for none
--- Returns a list of whether it has this token now: 1 or 0.
+-- KEYS  the lease, whose value is the token of its holder
+-- ARGV  the token; the duration in milliseconds from now, 0 to release the lease; and the beginning of
+--       tokens from which the lease may be taken over, empty for none
+-- Returns a list of whether this token holds the lease now: 1 or 0.
 
 local lease, token, lasts_ms, family = KEYS[1], unpack(given[1])
 local held = redis.call('GET', lease)

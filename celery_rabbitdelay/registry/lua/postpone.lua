@@ -1,12 +1,11 @@
--- Postpone a task, to later or to earlier.
+-- Change the due time of a task, to a later or an earlier one.
 --
 -- KEYS  the task's record
--- ARGV  the new due time; the order of the newest task under the key of this one, and that key; both
---       empty if it is not known whether it has one; then whether to note it if nothing is known of the
---       task ("1")
--- Returns {outcome}; or {"key", key} if that has to be known; or if it is to run earlier than its first
--- message is due, {"earlier", kind, message}, where the message is empty, and nothing was changed, if the
--- task is not tracked.
+-- ARGV  the new due time; the order of the newest task with the same key, and the key, both empty if the key
+--       is not known yet; then whether to record the postponement of an unknown task ("1")
+-- Returns {outcome}; or {"key", key} if the caller has to repeat the call with the key; or, if the new due
+-- time is earlier than that of the first message, {"earlier", kind, message}. For a task that is not
+-- tracked, the message is empty, and nothing was changed.
 
 local also_future, now_ms = ARGV[3] == '1', clock()
 

@@ -1,10 +1,10 @@
--- Note messages that were sent, once RabbitMQ has confirmed them.
+-- Record messages that RabbitMQ has confirmed.
 --
--- KEYS  the record of each task
--- ARGV  for each message: copy, life, attempt, due, key, order, kind, job, message; kind is empty if the
---       task is not tracked
--- Returns for each message the state of its task: "waiting", "arrived" (this message was let run
--- already), "released" (another message of the attempt was) or "cancelled".
+-- KEYS  the record of every task
+-- ARGV  per message: copy, life, attempt, due, key, order, kind, job, message; kind is empty if the task is
+--       not tracked
+-- Returns per message the state of its task: "waiting", "arrived" (this message was let run already),
+-- "released" (another message of the attempt was let run) or "cancelled".
 
 local now_ms = clock()
 local listed, kinds = {}, {}
@@ -71,7 +71,7 @@ for key, entries in pairs(listed) do
   for at = 1, #entries, 2 do
     last = math.max(last, entries[at])
   end
-  -- Tasks that never arrived, because their queue was purged for example, leave in the end.
+  -- Tasks that never arrived, for example because their queue was purged, leave the index after keep_ms.
   redis.call('ZREMRANGEBYSCORE', key, '-inf', string.format('(%.0f', now_ms - keep_ms))
   redis.call('ZADD', key, unpack(entries))
   keep(key, last + keep_ms, now_ms)

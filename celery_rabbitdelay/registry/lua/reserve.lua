@@ -1,8 +1,8 @@
 -- Reserve room for a number of tasks at a rate that several senders share.
 --
--- KEYS  the rate: the instant from which on the next tasks may be sent, in milliseconds
--- ARGV  how many tasks; how many a second
--- Returns a list of after how many milliseconds they may be sent.
+-- KEYS  the rate, whose value is the instant from which the next tasks may be sent, in milliseconds
+-- ARGV  the number of tasks; the rate in tasks per second
+-- Returns a list of the milliseconds to wait before sending the tasks.
 
 local rate, now_ms = KEYS[1], clock()
 local free_ms = math.max(tonumber(redis.call('GET', rate) or now_ms), now_ms)

@@ -1,8 +1,8 @@
--- Take tasks that are superseded from the lists of those that wait.
+-- Remove superseded tasks from the indexes of waiting tasks.
 --
--- KEYS  the record of each task
--- ARGV  for each: the order of the task that has superseded it
--- Returns an empty text for each.
+-- KEYS  the record of every task
+-- ARGV  per task: the order of the task that supersedes it
+-- Returns an empty text per task.
 
 return cjson.encode(of_each_key(function(record, newer)
   local order = redis.call('HGET', record, 'order')

@@ -1,36 +1,35 @@
--- The rule of schedules: what becomes of a message that has arrived.
+-- Decide whether an arrived message of a schedule goes on: the rule of schedules.
 --
--- An instant is decided once, by the first of its messages that arrives and has the schedule's latest
--- order. What follows it is published and confirmed before that message is acknowledged. The record of a
--- schedule is a hash:
+-- An instant is decided once, by the first of its messages that arrives with the schedule's latest order.
+-- The following message is published and confirmed before the arrived one is acknowledged. The record of
+-- a schedule is a hash:
 --
---   order        grows with each edit, and with the deletion
+--   order        a number that grows with every edit and with the deletion
 --   begun        the order of the first put that Redis still knows of; 0 after a deletion. A message of a
 --                lower order may be of the same put, if Redis had lost it: the backlog
 --   first        the earliest instant that this put or a later one began with: what is earlier is the
 --                backlog's
 --   behind       the latest instant of the backlog that was decided
---   revision     stands for all that was put
---   ahead        the instant whose message waits; empty if none follows
+--   revision     a fingerprint of the arguments of put
+--   ahead        the instant whose message waits; empty if there is none
 --   done         the instant that was decided last, apart from the backlog
---   winners      the messages that have decided the latest instants, in the order of the decisions; for
---                each the instant, the message's name, how often it was put back, and its arrival
+--   winners      the messages that decided the latest instants, in the order of the decisions: the
+--                instant, the message's name, how often it was put back, and its arrival
 --   paused       whether occurrences do not run
---   deleted      whether it was deleted: such a record only says that older messages do not run
---   occurrence, message   what the schedule sends
+--   deleted      whether the schedule was deleted: the record is kept to drop older messages
+--   occurrence, message   the occurrence and the message that the schedule sends
 --   unsent, missed, healed, last   see record.py
 --
 -- KEYS  the records
--- ARGV  for each: the message's instant, order, revision, name, how often it was put back, the name of its
+-- ARGV  per key: the message's instant, order, revision, name, how often it was put back, the name of its
 --       arrival, whether RabbitMQ has delivered it before, and the instant that follows it (empty for none);
---       then whether to note again what was decided before, because Redis may have gone back in time: then
---       each message is the one that has decided the latest instant
--- Returns for each whether it goes on, or is dropped; the instant whose message is to be published
--- before that (empty for none, or if it was published before); whether the schedule is paused, the order of
--- that message, and whether Redis has lost what the schedule sends.
+--       then whether to restore decisions that Redis may have lost by restarting from an older copy: the
+--       messages are then those that decided the latest instants
+-- Returns per key whether the message goes on (or is dropped); the instant whose message must be published
+-- first (empty for none, or if it was published already); whether the schedule is paused; the order of the
+-- message to publish; and whether Redis has lost the schedule's message.
 
--- Of so many instants it is noted at least, and at most, which message has decided them: of those of the
--- last ten minutes, and of the latest ones.
+-- The least and the largest number of winners kept; in between, those of the last ten minutes.
 local WINNERS, MOST, RECENT_MS = 8, 128, 600000
 local notes_again, now_ms = ARGV[3] == '1', clock()
 
@@ -57,7 +56,7 @@ local function note_winners(record, winners)
   redis.call('HSET', record, 'winners', table.concat(texts, ' '))
 end
 
--- Note what is ahead; a new order takes what is sent with it.
+-- Store the instant ahead; a new order deletes the stored message.
 local function note_ahead(record, order, revision, ahead, is_new)
   redis.call('HSET', record, 'order', order, 'revision', revision, 'ahead', ahead)
   redis.call('HDEL', record, 'missed', 'healed', 'unsent')
@@ -97,7 +96,7 @@ local function decide(record, instant, order, revision, name, turns, arrival, is
     return dropped
   end
   if is_new then
-    -- Redis has lost the record, or an edit of it: the message has all that it takes.
+    -- Redis has lost the record, or an edit of it, and the message contains all that is needed.
     if not noted then
       redis.call('HSET', record, 'begun', order, 'first', text_of(instant))
     end
@@ -107,18 +106,19 @@ local function decide(record, instant, order, revision, name, turns, arrival, is
     if deleted then
       return dropped
     end
-    -- Unless Redis had lost the record, and the same was put again, a lower order is that of an edit.
+    -- A lower order belongs to an edited schedule, unless Redis had lost the record and the same schedule
+    -- was put again.
     if is_backlog and (tonumber(order) >= tonumber(begun) or revision ~= known or instant >= tonumber(first)) then
       return dropped
     end
     revision = known or revision
   end
   if is_backlog and following and following >= tonumber(first) then
-    following = nil -- the put has sent it
+    following = nil -- put has sent it
   end
   local answer = {true, text_of(following), paused == '1', order, not message}
 
-  -- Drop a message of an instant that was decided; if that was ahead, what follows it is.
+  -- Drop a message of a decided instant; if that instant was ahead, the following one becomes ahead.
   local function pass_over()
     if ahead ~= instant then
       return dropped
@@ -149,8 +149,8 @@ local function decide(record, instant, order, revision, name, turns, arrival, is
     is_too_old = instant <= behind
   end
   if is_too_old then
-    -- It was left out as too old, or it is forgotten which message has decided it: then one that has come
-    -- before counts as that.
+    -- The instant was skipped as too old, or its winner is no longer kept: then a message that arrived
+    -- before counts as the winner.
     if #winners < WINNERS or instant > winners[1][1] or not (is_redelivered or turns > 0) then
       return pass_over()
     end

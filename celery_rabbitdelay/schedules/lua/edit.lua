@@ -1,11 +1,11 @@
--- Note what a schedule sends from now on, or that it was deleted, unless its record has changed meanwhile.
+-- Store an edit or the deletion of a schedule, unless its record has changed meanwhile.
 --
 -- KEYS  the record; see decide.lua
--- ARGV  the order and the instant ahead that were read, empty for none; the new order; the instant whose
---       message is sent now; the revision, what the schedule sends, and its message, all empty for a
---       deletion; and whether it is paused: "1", "0", or empty for as it is; then for how many milliseconds more a
---       deletion is remembered
--- Returns whether it was noted: 1 or 0.
+-- ARGV  the order and the instant ahead as read before, empty for none; the new order; the instant whose
+--       message is sent now; the revision, the occurrence and the message (all empty for a deletion); and
+--       whether the schedule is paused: "1", "0", or empty for no change; then for how many milliseconds
+--       longer a deletion is kept
+-- Returns whether the edit was stored: 1 or 0.
 
 local now_ms = clock()
 
