@@ -38,7 +38,7 @@ TIMEOUT: Final = 0.5
 
 
 def is_redis_url(url: object) -> bool:
-    """Return whether a text is a URL that :func:`connect` takes; nothing is imported for it."""
+    """Return whether a text is a URL that :func:`connect` takes, without importing a client."""
     return isinstance(url, str) and all(map(_is_url_of_one, url.split(";")))
 
 
@@ -108,7 +108,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
 
 
 def _client_of(scheme: str, url: str, given: dict[str, Any]) -> Callable[[], Any]:
-    """Return what returns a client.
+    """Return a function that makes a client.
 
     Raises:
         TypeError: It could not connect with its options.

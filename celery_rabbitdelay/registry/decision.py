@@ -278,7 +278,7 @@ class Record(NamedTuple):
         cancelled: The life up to which the task is cancelled; None if it is not. If the task had
             already run, its next life is cancelled too, because its message may be on its way.
         not_before: The due time that the task was postponed to; None if it was not.
-        won: The attempts that were let run, with the names of the messages that were.
+        won: Every attempt that was allowed to run, with the name of its message.
         marks: With ``once``, the mark and the name of the last arrival that was let run, per
             attempt.
         ran: The latest life of which a message was let run; None if there is none.
