@@ -120,7 +120,7 @@ def test_what_waits_for_a_resume_is_not_sent_again(
     # Nobody serves its queue: when it is sent again, the other ones would have been.
     put_soon("c", 2, task="late-note", queue=second)
     with Worker({**stage.settings, **HASTY}, [default, reports]) as worker:
-        wait_for(lambda: "are sent again" in worker.log, "healing", PATIENCE)
+        wait_for(lambda: "sent again: " in worker.log, "healing", PATIENCE)
         assert "sent again: c" in worker.log
         assert not any(follows(stage.shop, first[name], name) for name in first)
         for each in paused:

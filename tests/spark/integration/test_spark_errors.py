@@ -121,7 +121,7 @@ def test_an_error_of_a_row_a_queue_or_a_setting_says_what_is_wrong(spark: SparkS
     assert re.search(rf"{error}\n{where}", str(failed.value), re.MULTILINE)
     with pytest.raises(PySparkException, match=r"TopologyIncomplete[^\n]* missing: nowhere\."):
         write(spark, "never", queue="nowhere")
-    with pytest.raises(PySparkException, match="what = 'pending': lists tracked tasks, and"):
+    with pytest.raises(PySparkException, match="what = 'pending': lists tracked tasks, but"):
         read(spark, "untracked")
     with pytest.raises(PySparkException, match="rabbitdelay_registry_url"):
         read(spark, "good")
