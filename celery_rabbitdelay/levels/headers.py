@@ -348,10 +348,16 @@ class DelayHeaders(NamedTuple):
 
         The destination is kept only for a message to one queue, whose worker restores it.
         """
-        kept = {"due_ms", "early", "registry", "others"}
-        if self.queue is not None:
-            kept |= {"exchange", "routing_key", "queue"}
-        return DelayHeaders(**{name: each for name, each in self._asdict().items() if name in kept})
+        is_named = self.queue is not None
+        return DelayHeaders(
+            self.due_ms,
+            self.exchange if is_named else None,
+            self.routing_key if is_named else None,
+            self.queue,
+            early=self.early,
+            registry=self.registry,
+            others=self.others,
+        )
 
 
 #: The fields of :class:`DelayHeaders` that stand for a single header.
