@@ -361,7 +361,7 @@ class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
 class PublishError(RabbitDelayError, OperationalError):
     """The broker did not confirm a message; regard the message as not sent.
 
-    ``may_have_arrived`` tells whether the broker may have the message nevertheless. It covers all
+    ``may_have_arrived`` is True if the broker may have the message nevertheless. It covers all
     attempts: the last one may have been refused, and an earlier one may have lost its connection.
 
     Attributes:
@@ -725,7 +725,7 @@ class NotRecorded(RabbitDelayError, NotImplementedError):
     """A test needs something that ``celery_rabbitdelay.testing.recorded`` does not imitate.
 
     Attributes:
-        what: What the test needs.
+        what: The feature that the test needs.
     """
 
     what: str

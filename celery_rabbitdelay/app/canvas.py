@@ -115,7 +115,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
         return super(DelayingSignature, sent).apply_async(args, kwargs, route_name, **given)
 
     def _checked(self, options: Options) -> OwnOptions:
-        """Check options for this signature; refuse one that has the name of a stamp."""
+        """Check options for this signature; refuse an option with the name of a stamp."""
         own, _ = without_stamps(options)
         for name in self.options.get("stamped_headers") or ():
             if name in own_options() and own.get(name) is not None:
@@ -164,7 +164,7 @@ def restore_body_delay(options: Options, delay: Any) -> OwnOptions:
 
     Args:
         options: The options with which a task of the header is sent; they are not changed.
-        delay: The delay among them; None if there is none.
+        delay: The delay in these options; None without a delay.
     """
     changed, delay = dict(options), plain(delay, "delay")
     if options.get("chord") is not None:

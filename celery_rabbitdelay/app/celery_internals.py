@@ -37,7 +37,7 @@ SignatureT = TypeVar("SignatureT", bound=Signature[Any])
 
 
 def registered_task(app: celery.Celery, name: str) -> Any:
-    """Return a task by its name, None if there is none; ``app.tasks`` would finalize the app."""
+    """Return a task by its name, None if unknown; ``app.tasks`` would finalize the app."""
     return app._tasks.get(name)  # type: ignore[attr-defined]
 
 

@@ -474,7 +474,7 @@ class Copies:
         headers: Mapping[str, object],
         connection: Connection | None,
     ) -> Template:
-        """Return the template of rows: a cached one, or one that is made from the first row.
+        """Return the template of rows: from the cache, or made from the first row.
 
         Args:
             task: The task, or its name.

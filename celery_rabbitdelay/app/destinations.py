@@ -20,8 +20,8 @@ from kombu.common import Broadcast
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.modules.limits import AllowedDestinations
 
-#: Queues and exchanges that no module publishes to: the broker's own, those of Celery's remote
-#: control and its replies, and those of events.
+#: Queues and exchanges that no module publishes to: the broker's own, and Celery's for
+#: remote control, its replies, and events.
 NEVER: Final = ("amq.*", "*.pidbox", "celeryev", "celeryev.*")
 
 #: The UUID that ends the name of a worker's queue for a broadcast, or of a receiver's queue for

@@ -54,7 +54,7 @@ class Readings(Generic[_T]):
     """Caches a reading of a server; the first caller after the period starts a new look.
 
     One look runs at a time, in its own thread. The caller that starts it waits for it. All other
-    callers get the previous reading, or wait as well if there is none.
+    callers get the previous reading, or wait as well before the first one.
 
     Args:
         look: Looks at the server.

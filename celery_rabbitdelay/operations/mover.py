@@ -127,7 +127,7 @@ class Destinations:
 
 
 #: The prefetch over all queues; at a limited rate, the messages of one second. A message that comes
-#: due meanwhile is late by the time that it takes to move them.
+#: due during a move is late by the time that the move takes.
 TAKEN_AHEAD: Final = 2000
 
 #: The most messages that may stay in their queues. They are held unacknowledged until the end; the

@@ -35,7 +35,7 @@ class Status(NamedTuple):
         due_within_ms: Milliseconds until the next message comes due, at most, computed from the
             depths of the queues; None if nothing waits. It may come due much earlier: a queue does
             not show how long its first message has waited.
-        next_due: The due time of the next tracked task; None if there is none.
+        next_due: The due time of the next tracked task; None without a tracked task.
         paused: The due tasks that wait until they are resumed.
         registry_error: Why the registry could not be asked; None if it answered.
         is_blocked: Whether the broker blocks publishers; then the workers are not asked.

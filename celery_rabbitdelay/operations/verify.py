@@ -123,7 +123,7 @@ def verify_application(
         OSError: The broker cannot be reached, or does not answer.
     """
     if management is None:
-        connect(connection)  # of several hosts, the one that is reached
+        connect(connection)  # chooses a reachable host of several
     api = management_api(connection, management)
     rows: list[checks.FoundRow] = [row for each in additions_of(delays) for row in each.problems()]
     is_blocked = delays.is_blocked()

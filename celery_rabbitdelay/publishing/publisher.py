@@ -73,7 +73,7 @@ class Publisher:
 
         After a lost connection, the message is sent again on a new one, and the broker may then
         have it twice. After an error, regard the message as not sent; the error's
-        ``may_have_arrived`` tells whether the broker may have it nevertheless.
+        ``may_have_arrived`` is True if the broker may have it nevertheless.
 
         Args:
             publication: The message; sent as mandatory.

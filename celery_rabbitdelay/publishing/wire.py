@@ -285,7 +285,7 @@ _RETURN: Final = (60, 50)
 _DELIVER: Final = (60, 60)
 _GET_OK: Final = (60, 71)
 
-#: The body in place of one that is too large; py-amqp expects a body.
+#: Replaces a body that is too large; py-amqp expects a body.
 _NO_BODY: Final = b"-"
 
 

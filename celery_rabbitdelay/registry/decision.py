@@ -1,4 +1,4 @@
-"""The registry's rule in pure Python, and the values that it takes and returns.
+"""The registry's rule in pure Python, with its input and output types.
 
 The rule exists twice: ``arrive.lua`` and its neighbours apply it in Redis, and the functions here
 in memory, for tests of applications. In ``tests/registry``, ``integration/test_registry_rule.py``
@@ -281,8 +281,8 @@ class Record(NamedTuple):
         won: Every attempt that was allowed to run, with the name of its message.
         marks: With ``once``, the mark and the name of the last arrival that was let run, per
             attempt.
-        ran: The latest life of which a message was let run; None if there is none.
-        waits: The registered attempt that waits; None if there is none.
+        ran: The latest life in which a message was allowed to run; None if none was.
+        waits: The registered attempt that waits; None if no attempt waits.
         copy: The name of the waiting attempt's message that was registered last.
         due: The earliest due time of the waiting attempt's messages.
         order: The task's order among the tasks with its key.

@@ -92,7 +92,7 @@ class _Due(NamedTuple):
 
 
 def pause_ms(away: float) -> int:
-    """Return how long a task waits, in milliseconds, if Redis has been away so many seconds."""
+    """Return for how many milliseconds a task waits after ``away`` seconds without Redis."""
     pause = min(max(away, MIN_PAUSE), MAX_PAUSE) * random.uniform(1, 1.25)  # noqa: S311 - jitter
     return int(pause * 1000)
 

@@ -128,7 +128,7 @@ class Record(NamedTuple):
 
 
 def record_of(registry: Registry, task_id: str) -> Record | None:
-    """Return the record of a task; None if there is none.
+    """Return the record of a task; None if Redis has no record.
 
     Raises:
         RegistryUnavailable: Redis did not answer, or the record cannot be read.

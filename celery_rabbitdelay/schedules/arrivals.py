@@ -79,7 +79,7 @@ class _Came:
         went_on: Whether the rule has already let it go on.
         occurrence: The occurrence in the message's header.
         is_late: Whether it is too late to run.
-        following_ms: The following instant; None if there is none.
+        following_ms: The following instant; None after the last one.
         decided: The decision of the rule.
         following: The following occurrence, if its message must be published.
         sent: The confirmed message of the following occurrence.

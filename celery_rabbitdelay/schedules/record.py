@@ -361,7 +361,7 @@ class Decided(NamedTuple):
 
     Attributes:
         goes_on: Whether the message goes on; otherwise it is dropped.
-        following_ms: The instant whose message must be published first; None if there is none.
+        following_ms: The instant whose message must be published first; None if no message must.
         is_paused: Whether the schedule is paused.
         order: The order of the following message.
         is_lost: Whether Redis has lost the schedule's message.
@@ -381,7 +381,7 @@ class Arriving(NamedTuple):
         occurrence: The occurrence in the message's header.
         arrival: The name of the arrival; the same when the call is repeated.
         redelivered: Whether RabbitMQ has delivered the message before.
-        following_ms: The instant after the occurrence; None if there is none.
+        following_ms: The instant after the occurrence; None after the last one.
     """
 
     occurrence: Occurrence

@@ -161,7 +161,7 @@ class Recurrence(NamedTuple):
                 raise ValueError(f"{day!r} is not a date such as 2026-12-25")
 
     def after(self, instant_ms: int) -> int | None:
-        """Return the first instant after another; None if there is none."""
+        """Return the first instant after another; None after the last one."""
         instant_ms = max(instant_ms, self.start_ms - 1)
         end_ms = MAX_DUE_MS if self.end_ms is None else self.end_ms
         found: dict[str, int] = {}
@@ -371,7 +371,7 @@ class Occurrence(NamedTuple):
         """Return whether the occurrence still runs, and the following instant, or None.
 
         With :data:`LAST`, the following instant is the first one in the future; with a number of
-        milliseconds, the first one that is not too late.
+        milliseconds, the first instant that is not too late.
         """
         if self.catch_up_ms == ALL:
             return True, self.recurrence.after(self.instant_ms)

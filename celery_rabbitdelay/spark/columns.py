@@ -124,7 +124,7 @@ TYPES: Final[Mapping[str, tuple[tuple[type[T.DataType], ...], str]]] = {
     "headers": ((T.StructType, T.MapType, T.StringType), "a struct, a map, or JSON text"),
 }
 
-#: The types that JSON cannot express, at any depth, and the types that it takes as keys of a map.
+#: Types that JSON cannot express at any depth, and the types that JSON accepts as map keys.
 INEXPRESSIBLE: Final = (T.AnsiIntervalType, T.CalendarIntervalType, T.VariantType)
 KEYS: Final = (T.StringType, T.IntegralType, T.FloatType, T.DoubleType, T.BooleanType)
 

@@ -103,7 +103,7 @@ class Holds:
         return frozenset(task.job for task, _ in self.of_jobs)
 
     def pause_of(self, kind: Kind) -> Paused | None:
-        """Return the pause that holds the tasks of a kind; None if there is none."""
+        """Return the pause that holds the tasks of a kind; None if they are not paused."""
         holding = (
             each for each in self.paused if kind.task == each.task or kind.queue == each.queue
         )

@@ -136,7 +136,7 @@ class Reason(NamedTuple):
 
     Attributes:
         words: The sentence; no untrusted text.
-        page: The page that shows details or a remedy; None if there is none.
+        page: The page that shows details or a remedy; None without such a page.
         fields: The query of that page's address.
     """
 
