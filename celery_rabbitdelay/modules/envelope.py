@@ -19,12 +19,13 @@ A hostile client may write an envelope in which zlib expands one byte to a thous
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import ENVELOPE, shortened
@@ -135,7 +136,7 @@ class OpenedEnvelope:
     """
 
     def __init__(self, body: bytes, max_body_bytes: int = MAX_ENVELOPE_BYTES) -> None:
-        shared = _Blocks(_decompressed(body)).next_block(MAX_HEADER_BLOCK_BYTES, "header")
+        shared = _next_block(_decompressed(body), MAX_HEADER_BLOCK_BYTES, "header")
         if shared is None:
             raise InvalidEnvelope("it is empty")
         read = _from_json(shared)
@@ -146,13 +147,13 @@ class OpenedEnvelope:
         self._max_body_bytes = max_body_bytes
 
     def __iter__(self) -> Iterator[Item]:
-        blocks, count = _Blocks(_decompressed(self._body)), 0
-        blocks.next_block(MAX_HEADER_BLOCK_BYTES, "header")
-        while (own := blocks.next_block(MAX_HEADER_BLOCK_BYTES, "header")) is not None:
+        blocks, count = _decompressed(self._body), 0
+        _next_block(blocks, MAX_HEADER_BLOCK_BYTES, "header")
+        while (own := _next_block(blocks, MAX_HEADER_BLOCK_BYTES, "header")) is not None:
             if count == MAX_ENVELOPE_MESSAGES:
                 raise InvalidEnvelope(f"it holds more than {MAX_ENVELOPE_MESSAGES} messages")
             count += 1
-            content = blocks.next_block(self._max_body_bytes, "message")
+            content = _next_block(blocks, self._max_body_bytes, "message")
             if content is None:
                 raise InvalidEnvelope("it ends in the middle of a message")
             headers, properties = _parts(_from_json(own))
@@ -163,43 +164,46 @@ class OpenedEnvelope:
             yield Item(content, headers, properties)
 
 
-class _Blocks:
-    """A reader of the blocks of a stream."""
+class _Chunks(io.RawIOBase):
+    """A file that reads from chunks of bytes."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
-        self._buffer = bytearray()
+        self._rest = b""
 
-    def next_block(self, most: int, what: str) -> bytes | None:
-        """Return the next block; None at the end.
+    def readable(self) -> bool:
+        return True
 
-        Args:
-            most: The maximum of bytes.
-            what: The kind of block, for the error.
+    def readinto(self, buffer: Any) -> int:
+        chunk = self._rest or next(self._chunks, b"")
+        size = min(len(chunk), len(buffer))
+        buffer[:size], self._rest = chunk[:size], chunk[size:]
+        return size
 
-        Raises:
-            InvalidEnvelope: It is too large, or the stream ends within it or cannot be read.
-        """
-        length = self._read(_LENGTH.size)
-        if not length:
-            return None
-        if len(length) < _LENGTH.size:
-            raise InvalidEnvelope("it ends in the middle of a length")
-        (size,) = _LENGTH.unpack(length)
-        if size > most:
-            raise InvalidEnvelope(f"it has a {what} of {size} bytes, more than {most}")
-        block = self._read(size)
-        if len(block) < size:
-            raise InvalidEnvelope("it ends in the middle of a block")
-        return block
 
-    def _read(self, size: int) -> bytes:
-        """Return the next bytes; fewer at the end."""
-        while len(self._buffer) < size and (chunk := next(self._chunks, b"")):
-            self._buffer += chunk
-        read = bytes(memoryview(self._buffer)[:size])
-        del self._buffer[:size]
-        return read
+def _next_block(file: BinaryIO, most: int, what: str) -> bytes | None:
+    """Return the next block of a file; None at the end.
+
+    Args:
+        file: The uncompressed blocks.
+        most: The maximum of bytes.
+        what: The kind of block, for the error.
+
+    Raises:
+        InvalidEnvelope: It is too large, or the file ends within it or cannot be read.
+    """
+    length = file.read(_LENGTH.size)
+    if not length:
+        return None
+    if len(length) < _LENGTH.size:
+        raise InvalidEnvelope("it ends in the middle of a length")
+    (size,) = _LENGTH.unpack(length)
+    if size > most:
+        raise InvalidEnvelope(f"it has a {what} of {size} bytes, more than {most}")
+    block = file.read(size)
+    if len(block) < size:
+        raise InvalidEnvelope("it ends in the middle of a block")
+    return block
 
 
 def length_prefixed(block: bytes) -> bytes:
@@ -249,12 +253,17 @@ def blocks_of(data: bytes) -> Iterator[bytes]:
     Raises:
         InvalidEnvelope: It ends in the middle of a block.
     """
-    blocks = _Blocks(iter([data]))
-    while (block := blocks.next_block(len(data), "block")) is not None:
+    blocks = io.BytesIO(data)
+    while (block := _next_block(blocks, len(data), "block")) is not None:
         yield block
 
 
-def _decompressed(body: bytes) -> Iterator[bytes]:
+def _decompressed(body: bytes) -> io.BufferedReader:
+    """Return the uncompressed blocks of an envelope, as a file that decompresses as it is read."""
+    return io.BufferedReader(_Chunks(_chunks_of(body)), _CHUNK)
+
+
+def _chunks_of(body: bytes) -> Iterator[bytes]:
     stream, view, size = zlib.decompressobj(zdict=DICTIONARY), memoryview(body), 0
     for begin in range(0, len(view), _COMPRESSED_CHUNK):
         rest: Any = view[begin : begin + _COMPRESSED_CHUNK]
