@@ -461,8 +461,8 @@ def parse(headers: Mapping[str, object]) -> tuple[DelayHeaders, dict[str, str]]:
         known["early"] = EarlyHeader.of(valid[EARLY])
     if ATTEMPTS in valid and FAILED_SINCE in valid and FIRST_REASON in valid:
         known["failures"] = Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON])
-    if registry := REGISTRY & valid.keys():
-        known["registry"] = {name: valid[name] for name in registry}
+    if not REGISTRY.isdisjoint(valid):
+        known["registry"] = {name: valid[name] for name in REGISTRY & valid.keys()}
     return DelayHeaders(**known, others=others), dict(sorted(problems.items()))
 
 

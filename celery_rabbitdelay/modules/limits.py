@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase, translate
+from fnmatch import translate
 from functools import cached_property
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 from kombu import Queue
 
@@ -23,6 +23,9 @@ from celery_rabbitdelay.publishing.destination import bindings_of
 #: Maximum nesting of tables and arrays in the headers of a message. py-amqp reads and writes them
 #: recursively: some 300 levels raise a RecursionError in a worker.
 MAX_DEPTH: Final = 32
+
+#: Matches a name; returns None if it does not.
+Matches: TypeAlias = Callable[[str], "re.Match[str] | None"]
 
 #: The Python types of AMQP's tables and arrays.
 _CONTAINERS: Final = (dict, list, tuple)
@@ -70,7 +73,7 @@ class AllowedDestinations:
 
     def _lists(self, exchange: str, routing_key: str) -> bool:
         names, name = (self.exchanges, exchange) if exchange else (self.queues, routing_key)
-        return name in names or any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        return name in names or self._matches(name) is not None
 
     def names(self, exchange: str, routing_key: str) -> bool:
         """Return whether distribution publishes to a destination directly.
@@ -107,9 +110,17 @@ class AllowedDestinations:
         return name in self.never or self._matches_never(name) is not None
 
     @cached_property
-    def _matches_never(self) -> Callable[[str], re.Match[str] | None]:
-        # One match for every message that distribution publishes, instead of one per pattern.
-        return re.compile("|".join(map(translate, self.never_patterns)) or "(?!)").match
+    def _matches(self) -> Matches:
+        return _any_of(self.patterns)
+
+    @cached_property
+    def _matches_never(self) -> Matches:
+        return _any_of(self.never_patterns)
+
+
+def _any_of(patterns: Iterable[str]) -> Matches:
+    """Return a function that matches a name with all patterns at once: each message needs it."""
+    return re.compile("|".join(map(translate, patterns)) or "(?!)").match
 
 
 #: For a program without settings: all destinations are allowed.
