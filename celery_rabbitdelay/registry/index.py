@@ -130,8 +130,8 @@ class Filter(NamedTuple):
             server.
         kinds: The allowed kinds.
         where: A further condition on a task that passes the other fields.
-        says: A further condition on a task and its stored message, which is empty if unknown or
-            longer than :data:`SHORT`.
+        where_message: A further condition on a task and its stored message, which is empty if it is
+            unknown or longer than :data:`SHORT`.
     """
 
     task: str | None = None
@@ -142,7 +142,7 @@ class Filter(NamedTuple):
     sent_before_ms: int | None = None
     kinds: frozenset[Kind] | None = None
     where: Callable[[Pending], bool] | None = None
-    says: Callable[[Pending, str], bool] | None = None
+    where_message: Callable[[Pending, str], bool] | None = None
 
     @property
     def is_of_kinds(self) -> bool:
@@ -177,7 +177,7 @@ class Filter(NamedTuple):
     @property
     def needs_records(self) -> bool:
         """Whether no index holds exactly these tasks, so that their records must be read."""
-        by_record = self.key, self.sent_before_ms, self.where, self.says
+        by_record = self.key, self.sent_before_ms, self.where, self.where_message
         return any(field is not None for field in by_record) or (
             self.is_of_kinds and self.job is not None
         )
@@ -489,10 +489,10 @@ class Index:
     def matching(self, tasks: Sequence[Pending], wanted: Filter) -> list[Pending]:
         """Return the matching tasks."""
         found = [task for task in tasks if wanted.matches(task)]
-        if wanted.says is None or not found:
+        if wanted.where_message is None or not found:
             return found
         messages = zip(found, self.short_messages([task.task_id for task in found]), strict=True)
-        return [task for task, message in messages if wanted.says(task, message)]
+        return [task for task, message in messages if wanted.where_message(task, message)]
 
     def fields(self, task_ids: Sequence[str], *fields: str) -> list[Answers]:
         """Read fields of tasks' records."""

@@ -8,13 +8,13 @@ a page again and replaces a part of it, so the pages also work without scripts.
 
 Read ``options`` first (the options, and password hashes), then ``access`` (users, sessions,
 cookies, form tokens, and the headers of every answer). ``site`` holds what all requests share:
-cached readings of the servers, and long actions. A view takes an ``asked.Asked`` and returns the
-content of its page and its JSON. The views are named like their pages: ``now`` (Now, Health),
-``levels``, ``waiting``, ``deciding`` (cancel, postpone, run now), ``undeliverable`` and so on;
-``pages`` is the table of them. ``query`` is the search language, and ``search`` runs it. ``states``
-decides which due tasks are held and which are overdue. ``problems`` lists the problems on Now,
-``charts`` lays out bars and lines, ``shown`` escapes untrusted text, ``asgi`` makes the
-application, and ``command`` serves it.
+cached readings of the servers, and long actions. A view takes a ``view_request.ViewRequest`` and
+returns the content of its page and its JSON. The views are named like their pages: ``now`` (Now,
+Health), ``levels``, ``waiting``, ``deciding`` (cancel, postpone, run now), ``undeliverable`` and so
+on; ``pages`` is the table of them. ``query`` is the search language, and ``search`` runs it.
+``states`` determines which due tasks are held and which are overdue. ``problems`` lists the
+problems on Now, ``charts`` lays out bars and lines, ``shown`` escapes untrusted text, ``asgi``
+makes the application, and ``command`` serves it.
 """
 
 from __future__ import annotations

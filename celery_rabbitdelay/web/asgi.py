@@ -24,11 +24,11 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics.reading import AWAY, why
 from celery_rabbitdelay.web import access, charts, shown
 from celery_rabbitdelay.web.access import COOKIE, Session, Visitor
-from celery_rabbitdelay.web.asked import Asked, Fields, fields_of, form_of
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.pages import PAGES, Page
 from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import Site
+from celery_rabbitdelay.web.view_request import Fields, ViewRequest, fields_of, form_of
 
 #: The header with an action's token; ``/api/session`` returns the token.
 TOKEN_HEADER: Final = "X-Rabbitdelay-Token"  # noqa: S105 - a name
@@ -110,21 +110,21 @@ class Server:
     def _endpoint(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             visitor, user = await self._known(request)
-            asked = Asked(self._site, user, fields_of(request.url.query.encode()))
+            view_request = ViewRequest(self._site, user, fields_of(request.url.query.encode()))
             if page.is_action:
                 form = await form_of(request)
                 self._check_token(request, visitor, form)
                 if not user.may_act:
                     name = shown.printable(user.name)
                     raise HTTPException(403, f"The role of {name} is viewer.")
-                fields = [*asked.fields.multi_items(), *form.multi_items()]
-                asked = replace(asked, fields=Fields(fields))
-            content = await run_in_threadpool(_content, page, asked)
+                fields = [*view_request.fields.multi_items(), *form.multi_items()]
+                view_request = replace(view_request, fields=Fields(fields))
+            content = await run_in_threadpool(_content, page, view_request)
             if _is_api(request):
                 return _json(content)
             if "see" in content:
                 return RedirectResponse(f"{_base(request)}/{content['see']}", 303)
-            values = {"page": page, "asked": asked, **content}
+            values = {"page": page, "request": view_request, **content}
             response = self._html(request, page.template, values, visitor)
             return self._with_session(request, visitor, response)
 
@@ -263,9 +263,9 @@ class Server:
         )
 
 
-def _content(page: Page, asked: Asked) -> dict[str, object]:
+def _content(page: Page, request: ViewRequest) -> dict[str, object]:
     try:
-        return page.view(asked)
+        return page.view(request)
     except AWAY as error:
         server = "Redis" if isinstance(error, RegistryUnavailable) else "The broker"
         raise HTTPException(503, f"{server} cannot be reached: {why(error)}") from error

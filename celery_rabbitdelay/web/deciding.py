@@ -15,7 +15,6 @@ from celery_rabbitdelay.registry.commands import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.record import record_of
-from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.search import (
     Search,
     Until,
@@ -25,6 +24,7 @@ from celery_rabbitdelay.web.search import (
     to_now,
 )
 from celery_rabbitdelay.web.site import Does, Verb, Work, in_batches, log_action
+from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 from celery_rabbitdelay.web.waiting import rows
 
 #: The actions, with their names in the log and on the pages.
@@ -41,9 +41,9 @@ SHOWN: Final = 10
 BACK: Final = ("waiting?", "waiting/task?")
 
 
-def decide(action: str, asked: Asked) -> dict[str, object]:
+def decide(action: str, request: ViewRequest) -> dict[str, object]:
     """Decide about the selected tasks one by one, up to the first error."""
-    decide, ids = _decision(asked, _until(asked, action)), _ids(asked)
+    decide, ids = _decision(request, _until(request, action)), _ids(request)
     outcomes: list[dict[str, str]] = []
     error = None
     try:
@@ -53,33 +53,33 @@ def decide(action: str, asked: Asked) -> dict[str, object]:
     except AWAY as failed:
         error = why(failed)
     done = sum(each["outcome"] == Outcome.DONE.value for each in outcomes)
-    log_action(asked.user, ACTIONS[action].done, done, ids)
+    log_action(request.user, ACTIONS[action].done, done, ids)
     return {
         "action": ACTIONS[action].done,
         "done": done,
         "outcomes": outcomes,
         "left": ids[len(outcomes) :],
         "error": error,
-        "back": _back(asked),
+        "back": _back(request),
     }
 
 
-def _ids(asked: Asked) -> list[str]:
+def _ids(request: ViewRequest) -> list[str]:
     """Return the ids of the selected tasks."""
-    if ids := list(dict.fromkeys(asked.fields.getlist("id"))):
+    if ids := list(dict.fromkeys(request.fields.getlist("id"))):
         return ids
     raise Wrong("id", "select at least one task")
 
 
-def _back(asked: Asked) -> str:
+def _back(request: ViewRequest) -> str:
     """Return the page that a decision leads back to, with its query."""
-    back = asked.fields.get("back", "")
+    back = request.fields.get("back", "")
     return back if back.startswith(BACK) else "waiting"
 
 
-def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
+def _decision(request: ViewRequest, until: Until | None) -> Callable[[str], Outcome]:
     """Return a function that cancels the task of an id or, with ``until``, postpones it."""
-    delays = asked.with_registry
+    delays = request.with_registry
     if until is None:
         return lambda task_id: delays.cancel(task_id, also_future=False)
 
@@ -94,42 +94,42 @@ def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
     return postponed
 
 
-def confirm(asked: Asked) -> dict[str, object]:
+def confirm(request: ViewRequest) -> dict[str, object]:
     """Return the selected tasks, for the confirmation of an action."""
-    search, ids = Search.of(asked), _ids(asked)
+    search, ids = Search.of(request), _ids(request)
     tasks = search.delays.registry.index.tasks(ids[:SHOWN])
-    scope = {"sent_before": None, "count": len(ids), "may_be_more": False, "back": _back(asked)}
-    return {**_question(asked, search, tasks), "ids": ids, **scope}
+    scope = {"sent_before": None, "count": len(ids), "may_be_more": False, "back": _back(request)}
+    return {**_question(request, search, tasks), "ids": ids, **scope}
 
 
-def confirm_all(asked: Asked) -> dict[str, object]:
+def confirm_all(request: ViewRequest) -> dict[str, object]:
     """Count the tasks that match, for the confirmation; tasks sent afterwards are left out."""
     # Taken before the count, so that no task that is sent meanwhile is affected.
-    end = instant_of(asked.with_registry.registry.now_ms() + 1)
-    search = Search.of(asked, end)
+    end = instant_of(request.with_registry.registry.now_ms() + 1)
+    search = Search.of(request, end)
     read, count, may_be_more = search.counted()
     tasks = (read or search.found(None, SHOWN)).tasks[:SHOWN]
-    back = f"waiting?{asked.fields.address(action=None)}"
+    back = f"waiting?{request.fields.address(action=None)}"
     scope = {"sent_before": end, "count": count, "may_be_more": may_be_more, "back": back}
-    return {**_question(asked, search, tasks), "ids": [], **scope}
+    return {**_question(request, search, tasks), "ids": [], **scope}
 
 
-def _question(asked: Asked, search: Search, tasks: list[Pending]) -> dict[str, object]:
-    action = asked.fields.one_of("action", ACTIONS, "cancel")
+def _question(request: ViewRequest, search: Search, tasks: list[Pending]) -> dict[str, object]:
+    action = request.fields.one_of("action", ACTIONS, "cancel")
     return {"action": action, "q": str(search.query), "tasks": rows(search, tasks)}
 
 
-def decide_all(asked: Asked) -> dict[str, object]:
+def decide_all(request: ViewRequest) -> dict[str, object]:
     """Begin to decide about all tasks that match and were sent before an instant."""
-    action, end = asked.fields.one_of("action", ACTIONS, ""), asked.instant("sent_before")
+    action, end = request.fields.one_of("action", ACTIONS, ""), request.instant("sent_before")
     if end is None:
         raise Wrong("sent_before", "takes the instant that /api/waiting/all returns")
-    search, until = Search.of(asked, end), _until(asked, action)
+    search, until = Search.of(request, end), _until(request, action)
     delays, wanted = search.delays, search.filter._replace(sent_before_ms=milliseconds_of(end))
     _, count, may_be_more = search.counted()
     batches: Iterator[int]
     if search.ids is not None:
-        decide, index = _decision(asked, until), delays.registry.index
+        decide, index = _decision(request, until), delays.registry.index
         found = index.matching(index.tasks(search.ids), wanted)
         batches = (int(decide(each.task_id) is Outcome.DONE) for each in found)
     elif until is None:
@@ -138,7 +138,7 @@ def decide_all(asked: Asked) -> dict[str, object]:
         batches = postpone_batches(delays, wanted, until)
     about = f"tasks that match {search.query}" if search.query.terms else "all tracked tasks"
     about += f" (at least {count:,})" if may_be_more else ""
-    return begin(asked, ACTIONS[action], about, count, in_batches(batches), _back(asked))
+    return begin(request, ACTIONS[action], about, count, in_batches(batches), _back(request))
 
 
 def named(filters: Mapping[str, str | None], what: str) -> str:
@@ -148,23 +148,23 @@ def named(filters: Mapping[str, str | None], what: str) -> str:
 
 
 def begin(
-    asked: Asked, verb: Verb, about: str, total: int, does: Does, back: str
+    request: ViewRequest, verb: Verb, about: str, total: int, does: Does, back: str
 ) -> dict[str, object]:
     """Begin a long action; see :meth:`.Works.begin`."""
-    return _seen(asked.site.works.begin(asked.user, verb, about, total, does, back))
+    return _seen(request.site.works.begin(request.user, verb, about, total, does, back))
 
 
-def work(asked: Asked) -> dict[str, object]:
+def work(request: ViewRequest) -> dict[str, object]:
     """Return the progress of one long action or, without a key, of all."""
-    works = [_work(asked)] if "key" in asked.fields else asked.site.works.all()
+    works = [_work(request)] if "key" in request.fields else request.site.works.all()
     return {"works": [each.shown() for each in works]}
 
 
-def stop(asked: Asked) -> dict[str, object]:
+def stop(request: ViewRequest) -> dict[str, object]:
     """Stop a long action after its current batch."""
-    found = _work(asked)
+    found = _work(request)
     found.stopping.set()
-    log_action(asked.user, "stopped", 1, found.about)
+    log_action(request.user, "stopped", 1, found.about)
     return _seen(found)
 
 
@@ -172,20 +172,20 @@ def _seen(work: Work) -> dict[str, object]:
     return {"work": work.shown(), "see": f"work?key={work.key}"}
 
 
-def _work(asked: Asked) -> Work:
-    found = asked.site.works.get(asked.fields.needed("key"))
+def _work(request: ViewRequest) -> Work:
+    found = request.site.works.get(request.fields.needed("key"))
     if found is None:
         raise HTTPException(404, "No action with this key is running or has ended lately.")
     return found
 
 
-def _until(asked: Asked, action: str) -> Until | None:
+def _until(request: ViewRequest, action: str) -> Until | None:
     """Return the function that gives each task its new due time; None cancels."""
     if action == "cancel":
         return None
     if action == "run-now":
         return to_now()
-    by, until = asked.duration("by"), asked.instant("until")
+    by, until = request.duration("by"), request.instant("until")
     if by and until is None:
         return by_delay(by)
     if until is None or by is not None:

@@ -13,10 +13,10 @@ from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import log_action
 from celery_rabbitdelay.web.states import counted
+from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
 #: How many of the newest jobs are read, and how many matching jobs the page lists.
 MOST_READ, LISTED = 10_000, 200
@@ -32,9 +32,9 @@ AGES: Final = {
 MOST_NAMES: Final = 500
 
 
-def jobs(asked: Asked) -> dict[str, object]:
+def jobs(request: ViewRequest) -> dict[str, object]:
     """Return the jobs that match, the newest first, with their counts of waiting tracked tasks."""
-    fields, registry, now = asked.fields, asked.with_registry.registry, wall_clock.now()
+    fields, registry, now = request.fields, request.with_registry.registry, wall_clock.now()
     pattern = fields.get("name") or "*"
     found = [
         each
@@ -62,9 +62,9 @@ def jobs(asked: Asked) -> dict[str, object]:
     }
 
 
-def job(asked: Asked) -> dict[str, object]:
+def job(request: ViewRequest) -> dict[str, object]:
     """Return the state of a job, and the count of its waiting tracked tasks."""
-    registry, name = asked.with_registry.registry, asked.fields.needed("name")
+    registry, name = request.with_registry.registry, request.fields.needed("name")
     state = registry.jobs.state(name)
     return {
         "name": name,
@@ -74,21 +74,21 @@ def job(asked: Asked) -> dict[str, object]:
     }
 
 
-def change_job(method: str, what: str, asked: Asked) -> dict[str, object]:
+def change_job(method: str, what: str, request: ViewRequest) -> dict[str, object]:
     """Commit or abort a job."""
-    name = asked.fields.needed("name")
+    name = request.fields.needed("name")
     try:
-        getattr(asked.with_registry, method)(name)
+        getattr(request.with_registry, method)(name)
     except JobClosed as closed:
         raise HTTPException(409, str(closed)) from closed
-    log_action(asked.user, f"{what} the job", 1, name)
-    return {**job(asked), "see": f"jobs/one?{asked.fields.address(token=None)}"}
+    log_action(request.user, f"{what} the job", 1, name)
+    return {**job(request), "see": f"jobs/one?{request.fields.address(token=None)}"}
 
 
-def pauses(asked: Asked) -> dict[str, object]:
+def pauses(request: ViewRequest) -> dict[str, object]:
     """Return the pauses, with their counts of held tracked tasks."""
-    asked.with_registry  # noqa: B018 - raises if there is no registry
-    holds, kinds = counted(asked.site)
+    request.with_registry  # noqa: B018 - raises if there is no registry
+    holds, kinds = counted(request.site)
     paused = []
     for each in holds.paused:
         what, name = ("queue", each.queue) if each.task is None else ("task", each.task)
@@ -96,32 +96,32 @@ def pauses(asked: Asked) -> dict[str, object]:
         held = sum(kind.before[holds.late_ms] for kind in of_it)
         shown = {"what": what, "name": name, "held": held, "q": str(Term.of(what, str(name)))}
         paused.append({**each._asdict(), **shown, "ahead": sum(k.total for k in of_it) - held})
-    tasks = {*asked.site.app.tasks, *(each.kind.task for each in kinds)}
+    tasks = {*request.site.app.tasks, *(each.kind.task for each in kinds)}
     queues = {each.kind.queue for each in kinds}
     names = [each for each in sorted(tasks | queues) if each and not each.startswith("celery.")]
     return {"paused": paused, "names": names[:MOST_NAMES]}
 
 
-def pause(asked: Asked) -> dict[str, object]:
+def pause(request: ViewRequest) -> dict[str, object]:
     """Pause a task or a queue until an instant or until it is resumed."""
-    until, (what, name) = asked.instant("until"), _target(asked)
+    until, (what, name) = request.instant("until"), _target(request)
     if until is not None and until <= wall_clock.now():
         raise Wrong("until", "takes an instant in the future")
-    since = asked.with_registry.pause(**{what: name}, until=until)
-    log_action(asked.user, f"paused the {what}", 1, name)
-    asked.site.outdate("kinds")
+    since = request.with_registry.pause(**{what: name}, until=until)
+    log_action(request.user, f"paused the {what}", 1, name)
+    request.site.outdate("kinds")
     return {"since": since, "until": until, "see": "pauses"}
 
 
-def resume(asked: Asked) -> dict[str, object]:
+def resume(request: ViewRequest) -> dict[str, object]:
     """Resume a task or a queue."""
-    what, name = _target(asked)
-    was_paused = asked.with_registry.resume(**{what: name})
-    log_action(asked.user, f"resumed the {what}", int(was_paused), name)
-    asked.site.outdate("kinds")
+    what, name = _target(request)
+    was_paused = request.with_registry.resume(**{what: name})
+    log_action(request.user, f"resumed the {what}", int(was_paused), name)
+    request.site.outdate("kinds")
     return {"was_paused": was_paused, "see": "pauses"}
 
 
-def _target(asked: Asked) -> tuple[str, str]:
+def _target(request: ViewRequest) -> tuple[str, str]:
     """Return whether a form is about a task or a queue, and the name."""
-    return asked.fields.one_of("what", ("task", "queue"), "task"), asked.fields.needed("name")
+    return request.fields.one_of("what", ("task", "queue"), "task"), request.fields.needed("name")

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Final
 
 from celery_rabbitdelay.levels.layout import Layout
-from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.site import Glance, Site
+from celery_rabbitdelay.web.view_request import ViewRequest
 
 #: The delay of the example, in milliseconds: 2 h 5 min.
 EXAMPLE: Final = 7_500_000
 
 
-def levels(asked: Asked) -> dict[str, object]:
+def levels(request: ViewRequest) -> dict[str, object]:
     """Return the message counts and rates of every level, its digits, and the module queues."""
-    topology, reading = asked.site.delays.topology, asked.site.queues()
+    topology, reading = request.site.delays.topology, request.site.queues()
     about: dict[str, object] = {
         "layout": topology.layout.name,
         "example": _example(topology.layout),
@@ -28,7 +28,7 @@ def levels(asked: Asked) -> dict[str, object]:
     within_ms = status.due_within_ms
     return {
         **about,
-        "levels": list(_levels(asked.site, reading.value)),
+        "levels": list(_levels(request.site, reading.value)),
         "total": sum(status.backlog.levels.values()),
         "due_within": None if within_ms is None else within_ms / 1000,
         "others": [

@@ -18,12 +18,12 @@ from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked, verify_application
 from celery_rabbitdelay.registry.index import Kind, KindCounts
 from celery_rabbitdelay.web import shown
-from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.charts import DAY, HOUR, MINUTE, aligned
 from celery_rabbitdelay.web.problems import problems
 from celery_rabbitdelay.web.site import Answer, Site
 from celery_rabbitdelay.web.states import Due, Holds
 from celery_rabbitdelay.web.undeliverable import reasons
+from celery_rabbitdelay.web.view_request import ViewRequest
 from celery_rabbitdelay.web.workers import unserved
 
 #: Seconds between two readings of the tracked tasks, of the management API's statistics, and of
@@ -84,9 +84,9 @@ class Waits(NamedTuple):
 NOTHING: Final = Waits([], [], 0, Due(Counter(), {}, {}, {}))
 
 
-def now(asked: Asked) -> dict[str, object]:
+def now(request: ViewRequest) -> dict[str, object]:
     """Return the problems, the waiting tasks, and when they are due."""
-    site, fields = asked.site, asked.fields
+    site, fields = request.site, request.fields
     by = fields.one_of("by", Kind._fields, "task")
     horizon = fields.one_of("horizon", HORIZONS, "hour")
     queues, reading = site.queues(), Reading[Waits]()
@@ -304,9 +304,9 @@ def findings_of(site: Site, patience: float | None = None) -> Reading[Verificati
     return site.latest("findings", look, FINDINGS_PERIOD, patience)
 
 
-def health(asked: Asked) -> dict[str, object]:
+def health(request: ViewRequest) -> dict[str, object]:
     """Return the findings of ``verify``, the alarm about blocked publishers first."""
-    reading, (glance, _, broker_error) = findings_of(asked.site), asked.site.queues()
+    reading, (glance, _, broker_error) = findings_of(request.site), request.site.queues()
     found = () if reading.value is None else reading.value.findings
     # The connection reports blocked publishers at once, and without the management API.
     alarms = [each for each in found if each.code == blocked().code]

@@ -18,10 +18,10 @@ from celery_rabbitdelay.web import (
     waiting,
     workers,
 )
-from celery_rabbitdelay.web.asked import Asked
+from celery_rabbitdelay.web.view_request import ViewRequest
 
 #: Returns the content of a page and of its JSON. It may block, because it runs in a thread.
-View: TypeAlias = Callable[[Asked], dict[str, object]]
+View: TypeAlias = Callable[[ViewRequest], dict[str, object]]
 
 
 class Page(NamedTuple):

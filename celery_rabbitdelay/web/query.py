@@ -13,8 +13,8 @@ from typing import Final, NamedTuple, Self
 from celery_rabbitdelay.exceptions import InvalidDelay
 from celery_rabbitdelay.levels.delay import milliseconds_of, parse_delay
 from celery_rabbitdelay.registry.index import Filter, Kind, Pending
-from celery_rabbitdelay.web.asked import Wrong
 from celery_rabbitdelay.web.states import STATES, Holds
+from celery_rabbitdelay.web.view_request import Wrong
 
 _INSTANTS: Final = "<2h, >1d, today, 2030-01-31, 2030-01-31T09:00, or 2030-01-31..2030-02-02"
 
@@ -234,7 +234,7 @@ def filter_of(query: Query, context: Context) -> Filter:
         conditions.append(lambda task: holds.state(task) in states)
     words = [("", *(part.lower() for part in each.parts), "") for each in query.named("")]
 
-    def says(task: Pending, message: str) -> bool:
+    def has_words(task: Pending, message: str) -> bool:
         arguments = context.arguments and context.arguments(task.task, message)
         texts = [(each or "").lower() for each in (task.key, arguments)]
         return all(
@@ -244,7 +244,7 @@ def filter_of(query: Query, context: Context) -> Filter:
         )
 
     if words and context.arguments is None:
-        conditions.append(partial(says, message=""))
+        conditions.append(partial(has_words, message=""))
     return Filter(
         key=only.get("key"),
         job=only.get("job"),
@@ -252,7 +252,7 @@ def filter_of(query: Query, context: Context) -> Filter:
         due_before_ms=due.end,
         kinds=frozenset(kinds) if is_of_kinds else None,
         where=(lambda task: all(each(task) for each in conditions)) if conditions else None,
-        says=says if words and context.arguments else None,
+        where_message=has_words if words and context.arguments else None,
     )
 
 

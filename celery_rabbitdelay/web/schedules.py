@@ -14,10 +14,10 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import UNITS, instant_of, milliseconds_of, parse_duration
 from celery_rabbitdelay.schedules.recurrence import INVALID
 from celery_rabbitdelay.schedules.schedules import Schedule, Schedules
-from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.now import HORIZONS
 from celery_rabbitdelay.web.shown import quoted
 from celery_rabbitdelay.web.site import log_action
+from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
 #: The prefix of an interval rule; milliseconds follow.
 EVERY: Final = "every "
@@ -35,16 +35,16 @@ UNKNOWN: Final = "There is no schedule of this name."
 NEXT: Final = 5
 
 
-def schedules(asked: Asked) -> dict[str, object]:
+def schedules(request: ViewRequest) -> dict[str, object]:
     """Return all schedules in the order of their next runs, with the runs within a span of time."""
-    horizon = asked.fields.one_of("horizon", HORIZONS, "day")
-    found = sorted(asked.with_registry.schedules.all(), key=lambda each: each.next_at)
+    horizon = request.fields.one_of("horizon", HORIZONS, "day")
+    found = sorted(request.with_registry.schedules.all(), key=lambda each: each.next_at)
     start, (length, _) = wall_clock.now(), HORIZONS[horizon]
     listed, left = [], MOST_OF_ALL
     for each in found:
         runs = runs_until(each, start, start + length, min(MOST_RUNS, left))
         left -= len(runs)
-        listed.append({**_shown(asked, each), "runs": runs})
+        listed.append({**_shown(request, each), "runs": runs})
     return {
         "schedules": listed,
         "horizon": horizon,
@@ -69,35 +69,35 @@ def runs_until(found: Schedule, start: datetime, end: datetime, most: int) -> li
     return instants
 
 
-def schedule(asked: Asked) -> dict[str, object]:
+def schedule(request: ViewRequest) -> dict[str, object]:
     """Return one schedule and its next runs."""
-    found = _known(asked)
-    instants = asked.with_registry.schedules.next(found.name, NEXT)
-    return {"schedule": _shown(asked, found), "next": instants}
+    found = _known(request)
+    instants = request.with_registry.schedules.next(found.name, NEXT)
+    return {"schedule": _shown(request, found), "next": instants}
 
 
-def _known(asked: Asked) -> Schedule:
+def _known(request: ViewRequest) -> Schedule:
     """Return the schedule that the request names.
 
     Raises:
         HTTPException: There is no such schedule.
     """
-    found = asked.with_registry.schedules.get(asked.fields.needed("name"))
+    found = request.with_registry.schedules.get(request.fields.needed("name"))
     if found is None:
         raise HTTPException(404, UNKNOWN)
     return found
 
 
-def edit(asked: Asked) -> dict[str, object]:
+def edit(request: ViewRequest) -> dict[str, object]:
     """Change the timing of a schedule; its task and arguments stay."""
-    fields = asked.fields
+    fields = request.fields
     changed: dict[str, object] = {}
     lines = "\n".join(fields.getlist("when")).splitlines()
     if rules := [_rule(line.strip()) for line in lines if line.strip()]:
         changed["when"] = rules
     if "timezone" in fields:
         changed["timezone"] = fields.needed("timezone").strip()
-    found = _known(asked)
+    found = _known(request)
     if not found.task:
         lost = "Redis has lost the schedule's task: the application must put the schedule again."
         raise HTTPException(409, lost)
@@ -105,10 +105,10 @@ def edit(asked: Asked) -> dict[str, object]:
         hidden = "The schedule's arguments cannot be read here: see Celery's accept_content."
         raise HTTPException(409, hidden)
     try:
-        put = asked.with_registry.schedules.put_exported(found.exported(), **changed)
+        put = request.with_registry.schedules.put_exported(found.exported(), **changed)
     except (InvalidSchedule, InvalidDelay) as wrong:
         raise Wrong("when", str(wrong)) from wrong
-    log_action(asked.user, f"edited the schedule to {changed!r:.500}", 1, found.name)
+    log_action(request.user, f"edited the schedule to {changed!r:.500}", 1, found.name)
     done = "edited the schedule" if put is not None else "ended the schedule: no run is left"
     see = "schedules" if put is None else f"schedules/one?name={quoted(found.name)}"
     return {"name": found.name, "done": done, "see": see}
@@ -144,26 +144,28 @@ def trigger(schedules: Schedules, name: str) -> bool:
     return schedules.trigger(name) is not None
 
 
-def end(asked: Asked) -> dict[str, object]:
+def end(request: ViewRequest) -> dict[str, object]:
     """End a schedule."""
-    return {**change(Schedules.delete, "ended the schedule", asked), "see": "schedules"}
+    return {**change(Schedules.delete, "ended the schedule", request), "see": "schedules"}
 
 
-def change(does: Callable[[Schedules, str], bool], what: str, asked: Asked) -> dict[str, object]:
+def change(
+    does: Callable[[Schedules, str], bool], what: str, request: ViewRequest
+) -> dict[str, object]:
     """Pause, resume, trigger or end a schedule."""
-    name = asked.fields.needed("name")
-    if not does(asked.with_registry.schedules, name):
+    name, see = request.fields.needed("name"), request.fields.address(token=None)
+    if not does(request.with_registry.schedules, name):
         raise HTTPException(404, UNKNOWN)
-    log_action(asked.user, what, 1, name)
-    return {"name": name, "done": what, "see": f"schedules/one?{asked.fields.address(token=None)}"}
+    log_action(request.user, what, 1, name)
+    return {"name": name, "done": what, "see": f"schedules/one?{see}"}
 
 
-def _shown(asked: Asked, found: Schedule) -> dict[str, object]:
+def _shown(request: ViewRequest, found: Schedule) -> dict[str, object]:
     """Return the content of a schedule, with masked or hidden arguments."""
     content = found.exported()
     for name in ("args", "kwargs", "options"):
         text = None if content[name] is None else str(content[name])
-        content[name] = asked.site.options.shown(found.task, text)
+        content[name] = request.site.options.shown(found.task, text)
     late, last = (wall_clock.now() - found.next_at).total_seconds(), None
     if found.last is not None:
         due, came, fate = found.last

@@ -15,10 +15,10 @@ from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import ALL_KINDS, Filter, KindCounts, Pending, Summary
 from celery_rabbitdelay.registry.record import MessageFacts, record_of
-from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.query import Context, Query, Span, filter_of, kinds_of
 from celery_rabbitdelay.web.states import Holds
+from celery_rabbitdelay.web.view_request import ViewRequest
 
 #: The most records that a page of a search reads if no index holds exactly the matching tasks; and
 #: the most records with arguments.
@@ -79,19 +79,19 @@ class Search:
     summary: Summary
 
     @classmethod
-    def of(cls, asked: Asked, now: datetime | None = None) -> Self:
+    def of(cls, request: ViewRequest, now: datetime | None = None) -> Self:
         """Parse the search of a request.
 
         Args:
-            asked: The request.
+            request: The request.
             now: The present; an action that was confirmed before passes the instant of its count.
 
         Raises:
             HTTPException: The search is invalid, or there is no registry.
         """
-        delays, query = asked.with_registry, Query.of(asked.fields.get("q", ""))
-        registry = delays.registry
-        now, zone, options = now or wall_clock.now(), asked.site.app.timezone, asked.site.options
+        delays, query = request.with_registry, Query.of(request.fields.get("q", ""))
+        registry, site = delays.registry, request.site
+        now, zone, options = now or wall_clock.now(), site.app.timezone, site.options
         holds, now_ms = Holds.at(delays, now), milliseconds_of(now)
         due = [each for each in query.span("due", now, zone) if each is not None]
         instants = [holds.late_ms, *(now_ms + each for each in SOON.values()), *due]
@@ -130,7 +130,7 @@ class Search:
         index = self.delays.registry.index
         if self.ids is not None:
             return Found(index.matching(index.tasks(self.ids), self.filter), None)
-        most_read = MOST_READ if self.filter.says is None else MOST_READ_WHOLE
+        most_read = MOST_READ if self.filter.where_message is None else MOST_READ_WHOLE
         tasks, last, read = list[Pending](), after, 0
         for part in index.parts(self.filter, after, most_read):
             tasks += part.tasks

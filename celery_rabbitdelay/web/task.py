@@ -17,10 +17,10 @@ from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task, record_of
 from celery_rabbitdelay.web import shown
-from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import STATUS_PERIOD, Site
 from celery_rabbitdelay.web.states import ON_ITS_WAY, state_of
+from celery_rabbitdelay.web.view_request import ViewRequest
 from celery_rabbitdelay.web.workers import unserved
 
 #: The explanation of a task that does not wait, by its state.
@@ -33,9 +33,9 @@ ENDED: Final = {
 }
 
 
-def story(asked: Asked) -> dict[str, object]:
+def story(request: ViewRequest) -> dict[str, object]:
     """Return all known facts about one task."""
-    site, delays, task_id = asked.site, asked.with_registry, asked.fields.needed("id")
+    site, delays, task_id = request.site, request.with_registry, request.fields.needed("id")
     glance, layout = site.queues(), delays.topology.layout
 
     def backlog() -> Backlog:
@@ -67,7 +67,7 @@ def story(asked: Asked) -> dict[str, object]:
         **about,
         "task": {**known, "arguments_shown": site.options.shows_arguments},
         "state": state,
-        "why_not_run": reasons(asked, found, pauses),
+        "why_not_run": reasons(request, found, pauses),
         "history": list(_history(found, first_due, state, once_due)),
     }
 
@@ -145,7 +145,7 @@ class Reason(NamedTuple):
     fields: str = ""
 
 
-def reasons(asked: Asked, task: KnownTask, pauses: Sequence[Paused]) -> list[Reason]:
+def reasons(request: ViewRequest, task: KnownTask, pauses: Sequence[Paused]) -> list[Reason]:
     """Return the reasons why a task has not run, known to the registry and the broker.
 
     Raises:
@@ -157,11 +157,11 @@ def reasons(asked: Asked, task: KnownTask, pauses: Sequence[Paused]) -> list[Rea
         return [Reason(ENDED[state], "waiting", f"q={search}")]
     if state is not TaskState.WAITING:
         return [Reason(ENDED[state])]
-    found = list(_held_back(asked.site, task, pauses))
+    found = list(_held_back(request.site, task, pauses))
     if task.due is not None and task.due > wall_clock.now():
         again = ", because it was postponed" if task.postponed == task.due else ""
         return [Reason(f"Due {shown.left(task.due)}{again}."), *found]
-    return found or [*_overdue(asked, task)]
+    return found or [*_overdue(request, task)]
 
 
 def _held_back(site: Site, task: KnownTask, pauses: Sequence[Paused]) -> Iterator[Reason]:
@@ -195,12 +195,12 @@ def _waits_on(task: KnownTask, held: Counts | None) -> str:
     return ""
 
 
-def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
+def _overdue(request: ViewRequest, task: KnownTask) -> Iterator[Reason]:
     """Yield the reasons why no worker has received a task that is due and not held."""
     if task.queue is None:
         yield Reason("The task is due. Its exchange routes it, and no worker has received it yet.")
         return
-    site, paused = asked.site, asked.site.delays.topology.module_queues.paused
+    site, paused = request.site, request.site.delays.topology.module_queues.paused
     ask = partial(queue_counts, queues=[Queue(task.queue), paused])
     found = site.latest(f"queue {task.queue}", partial(site.ask, ask), STATUS_PERIOD).value
     if found is None:

@@ -18,11 +18,11 @@ from celery_rabbitdelay.levels.headers import KEY, X_DELAY
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations import undeliverable as read
 from celery_rabbitdelay.operations.mover import Place
-from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport
-from celery_rabbitdelay.web.asked import Asked, Wrong
+from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport, UndeliverableFilter
 from celery_rabbitdelay.web.charts import DAY
 from celery_rabbitdelay.web.deciding import begin, named
 from celery_rabbitdelay.web.site import Glance, Site, Verb, Work
+from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
 #: Seconds between two readings, the most messages that are read, and the largest body, in bytes,
 #: that is kept.
@@ -97,11 +97,11 @@ def _name(found: read.UndeliverableMessage) -> str:
     return hashlib.sha256(repr(parts).encode() + found.body).hexdigest()[:20]
 
 
-def undeliverable(asked: Asked) -> dict[str, object]:
+def undeliverable(request: ViewRequest) -> dict[str, object]:
     """Return the reasons of the undeliverable messages, and the first matching messages."""
-    reading, wanted = _latest(asked.site), _filter(asked)
+    reading, wanted = _latest(request.site), _filter(request)
     kept = reading.value or []
-    days = [(day, _of_day(asked, wanted, day)) for day in DAYS]
+    days = [(day, _of_day(request, wanted, day)) for day in DAYS]
     found = [each for each in kept if wanted.matches(each.message)]
     summary = read.UndeliverableSummary()
     for each in found:
@@ -119,7 +119,7 @@ def undeliverable(asked: Asked) -> dict[str, object]:
     }
 
 
-def _count(kept: list[Kept], wanted: read.UndeliverableFilter, name: str) -> dict[str, int]:
+def _count(kept: list[Kept], wanted: UndeliverableFilter, name: str) -> dict[str, int]:
     """Count the matching messages by task or by queue, the most frequent first."""
     contents = (read.Contents.of(each.message) for each in kept if wanted.matches(each.message))
     return dict(Counter(each for one in contents for each in getattr(one, name)).most_common(MOST))
@@ -142,23 +142,23 @@ def _listed(kept: Kept) -> dict[str, object]:
     }
 
 
-def message(asked: Asked) -> dict[str, object]:
+def message(request: ViewRequest) -> dict[str, object]:
     """Return the details of one undeliverable message."""
-    name = asked.fields.needed("name")
-    for each in _latest(asked.site).value or ():
+    name = request.fields.needed("name")
+    for each in _latest(request.site).value or ():
         if each.name == name:
-            record = _record(asked, each)
+            record = _record(request, each)
             body = record["body"] or {"text": None}
             text = body["text"] if body["text"] is not None else body.get("base64")
             return {"message": {**record, "body": text, "name": name}}
     raise HTTPException(404, "The latest reading lacks this message: it may have left the queue.")
 
 
-def _record(asked: Asked, kept: Kept) -> dict[str, Any]:
+def _record(request: ViewRequest, kept: Kept) -> dict[str, Any]:
     """Return a message as ``undeliverable list --full`` does, with masked or hidden arguments."""
     record = read.as_record(kept.number, kept.message)
     del record["amqp_properties"]  # for programs that resend messages; contains arguments
-    options, task, headers = asked.site.options, record["task"] or "", record["headers"]
+    options, task, headers = request.site.options, record["task"] or "", record["headers"]
     for name in headers.keys() & ARGUMENTS:
         if (text := options.shown(task, str(headers.pop(name)))) is not None:
             headers[name] = text
@@ -166,18 +166,18 @@ def _record(asked: Asked, kept: Kept) -> dict[str, Any]:
     return {**record, "body": {**kept.body, **texts} if options.shows_arguments else None}
 
 
-def confirm(asked: Asked) -> dict[str, object]:
+def confirm(request: ViewRequest) -> dict[str, object]:
     """Count the matching messages, and report the outcome of a dry run."""
-    action = asked.fields.one_of("action", ACTIONS, "redrive")
-    report = _remove(asked, action, _filter(asked).matches, dry_run=True)
-    return {"action": action, "report": vars(report), "filter": asked.fields.filter(FILTERS)}
+    action = request.fields.one_of("action", ACTIONS, "redrive")
+    report = _remove(request, action, _filter(request).matches, dry_run=True)
+    return {"action": action, "report": vars(report), "filter": request.fields.filter(FILTERS)}
 
 
-def decide(asked: Asked) -> dict[str, object]:
+def decide(request: ViewRequest) -> dict[str, object]:
     """Begin to redrive or delete the matching messages, at most as many as the dry run counted."""
-    action = asked.fields.one_of("action", ACTIONS, "")
-    count = asked.fields.number("count", 0, 10**9)
-    wanted, _ = _filter(asked), asked.duration("delay")  # reject invalid fields before the start
+    action = request.fields.one_of("action", ACTIONS, "")
+    count = request.fields.number("count", 0, 10**9)
+    wanted, _ = _filter(request), request.duration("delay")  # reject invalid fields early
 
     def does(work: Work) -> None:
         report = RemovalReport()
@@ -189,35 +189,35 @@ def decide(asked: Asked) -> dict[str, object]:
             return wanted.matches(found)
 
         try:
-            _remove(asked, action, matches, dry_run=False, limit=count, report=report)
+            _remove(request, action, matches, dry_run=False, limit=count, report=report)
         finally:
             work.done = report.moved
-            asked.site.outdate("undeliverable")
+            request.site.outdate("undeliverable")
         if report.stopped not in (None, STOPPED):
             raise OperationalError(report.stopped)
 
-    filters = asked.fields.filter(FILTERS)
-    address = asked.fields.address(**dict.fromkeys(("token", "action", "count", "to", "delay")))
+    filters = request.fields.filter(FILTERS)
+    address = request.fields.address(**dict.fromkeys(("token", "action", "count", "to", "delay")))
     about, back = named(filters, "undeliverable messages"), f"undeliverable?{address}"
-    return begin(asked, ACTIONS[action], about, count, does, back)
+    return begin(request, ACTIONS[action], about, count, does, back)
 
 
-def _remove(asked: Asked, action: str, matches: Matches, **options: Any) -> RemovalReport:
+def _remove(request: ViewRequest, action: str, matches: Matches, **options: Any) -> RemovalReport:
     """Redrive or delete the matching messages, or only count them.
 
     Args:
-        asked: The request.
+        request: The request.
         action: One of :data:`ACTIONS`.
         matches: Returns whether a message matches; called for every message that is read.
         **options: ``dry_run``, ``limit`` and ``report``, as for :func:`.redrive`.
     """
-    site = asked.site
+    site = request.site
     if action == "purge":
         topology = site.delays.topology
         return site.ask(
             lambda found: read.redrive(Place(found, topology), None, matches, **options)
         )
-    redriving = {"to": asked.fields.get("to"), "delay": asked.duration("delay")}
+    redriving = {"to": request.fields.get("to"), "delay": request.duration("delay")}
     redrive = partial(
         read.redrive_application, site.delays, matches=matches, redriving=redriving, **options
     )
@@ -227,18 +227,18 @@ def _remove(asked: Asked, action: str, matches: Matches, **options: Any) -> Remo
         raise Wrong(action, str(wrong)) from wrong
 
 
-def _filter(asked: Asked) -> read.UndeliverableFilter:
+def _filter(request: ViewRequest) -> UndeliverableFilter:
     names = "task", "queue", "id", "reason"
-    tasks, queues, ids, reasons = map(asked.fields.getlist, names)
-    older, newer = asked.duration("older_than"), asked.duration("newer_than")
-    found = read.UndeliverableFilter(tasks, queues, ids, reasons, older, newer)
-    day = asked.fields.one_of("day", (*DAYS, ""), "")
-    return _of_day(asked, found, day) if day else found
+    tasks, queues, ids, reasons = map(request.fields.getlist, names)
+    older, newer = request.duration("older_than"), request.duration("newer_than")
+    found = UndeliverableFilter(tasks, queues, ids, reasons, older, newer)
+    day = request.fields.one_of("day", (*DAYS, ""), "")
+    return _of_day(request, found, day) if day else found
 
 
-def _of_day(asked: Asked, wanted: read.UndeliverableFilter, day: str) -> read.UndeliverableFilter:
+def _of_day(request: ViewRequest, wanted: UndeliverableFilter, day: str) -> UndeliverableFilter:
     """Return a filter for the messages that became undeliverable on a day."""
     now = wall_clock.now()
-    today = now.astimezone(asked.site.app.timezone).replace(hour=0, minute=0, second=0)
+    today = now.astimezone(request.site.app.timezone).replace(hour=0, minute=0, second=0)
     older, newer = (None if ago is None else now - (today - ago * DAY) for ago in DAYS[day])
     return replace(wanted, older_than=older, newer_than=newer)

@@ -10,13 +10,13 @@ from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.pauses import LATEST_MS
 from celery_rabbitdelay.registry.record import record_of
-from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.query import NAMES, Term, completions
 from celery_rabbitdelay.web.search import SOON, Counts, Search
 from celery_rabbitdelay.web.shown import MOST_IN_ADDRESS
 from celery_rabbitdelay.web.site import STATUS_PERIOD
 from celery_rabbitdelay.web.states import STATES, counted
 from celery_rabbitdelay.web.task import ENDED
+from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
 #: The default number of tasks on a page, and the most.
 PAGE, MOST = 50, 500
@@ -35,10 +35,10 @@ ORDERS: Final = {"state": ("overdue", "held", "job-open", "waiting"), "due": tup
 COMPLETED: Final = 50
 
 
-def waiting(asked: Asked) -> dict[str, object]:
+def waiting(request: ViewRequest) -> dict[str, object]:
     """Return one page of the matching tasks, in the order of their due times."""
-    fields, search = asked.fields, Search.of(asked)
-    limit, after = fields.number("limit", PAGE, MOST), _place(asked)
+    fields, search = request.fields, Search.of(request)
+    limit, after = fields.number("limit", PAGE, MOST), _place(request)
     before = fields.number("so_far", 1, MOST_SEEN) if "so_far" in fields else 0
     most = limit - before % limit  # this page may have begun with the tasks of another request
     read, count, may_be_more = None, None, False
@@ -61,13 +61,13 @@ def waiting(asked: Asked) -> dict[str, object]:
         # The page has read its limit of records without finding enough tasks.
         "is_short": place is not None and len(found.tasks) < most,
         "searched_until": found.next and instant_of(found.next[0]),
-        "facets": {} if count is None else dict(_facets(asked, search, search.counts(read))),
+        "facets": {} if count is None else dict(_facets(request, search, search.counts(read))),
         "counted": len(read.tasks) if read and read.next else None,
         "cancelled": search.cancelled,
         "unlisted": [] if count else [*_unlisted(search)],
-        "arguments_shown": asked.site.options.shows_arguments,
+        "arguments_shown": request.site.options.shows_arguments,
         "language": NAMES,
-        **complete(asked),
+        **complete(request),
     }
 
 
@@ -85,7 +85,7 @@ def rows(search: Search, tasks: Sequence[Pending]) -> list[dict[str, object]]:
 
 
 def _facets(
-    asked: Asked, search: Search, counts: Counts
+    request: ViewRequest, search: Search, counts: Counts
 ) -> Iterator[tuple[str, list[dict[str, object]]]]:
     """Yield the facets: the counted values of terms, with the addresses that filter by them."""
     query = search.query
@@ -97,7 +97,7 @@ def _facets(
         for term in (*chosen, *(each for each in terms if each not in chosen)):
             is_on, text = term in chosen, "*".join(term.parts)
             new = query.without(term) if is_on else query.replaced(name, term)
-            address = asked.fields.address(q=str(new), after=None, so_far=None)
+            address = request.fields.address(q=str(new), after=None, so_far=None)
             links.append(
                 {
                     "value": text,
@@ -117,12 +117,12 @@ def _unlisted(search: Search) -> Iterator[dict[str, str]]:
             yield {"task_id": task_id, "words": ENDED[record.state]}
 
 
-def complete(asked: Asked) -> dict[str, object]:
+def complete(request: ViewRequest) -> dict[str, object]:
     """Return the completions of the search that a user is typing."""
-    registry = asked.with_registry.registry
+    registry = request.with_registry.registry
 
     def look() -> dict[str, list[str]]:
-        kinds = [each.kind for each in counted(asked.site).kinds]
+        kinds = [each.kind for each in counted(request.site).kinds]
         jobs = registry.jobs.all(registry.now_ms(), COMPLETED)
         return {
             "task": sorted({each.task for each in kinds}),
@@ -133,15 +133,15 @@ def complete(asked: Asked) -> dict[str, object]:
             "sent": ["<1h", "today", "yesterday"],
         }
 
-    values = asked.site.latest("completions", look, STATUS_PERIOD).value
-    return {"completions": completions(asked.fields.get("q", ""), values or {})}
+    values = request.site.latest("completions", look, STATUS_PERIOD).value
+    return {"completions": completions(request.fields.get("q", ""), values or {})}
 
 
-def _place(asked: Asked) -> tuple[int, str] | None:
+def _place(request: ViewRequest) -> tuple[int, str] | None:
     """Return the due time and the id of the task before the page; None for the first page."""
-    if "after" not in asked.fields:
+    if "after" not in request.fields:
         return None
-    due_ms, _, task_id = asked.fields.needed("after").partition(":")
+    due_ms, _, task_id = request.fields.needed("after").partition(":")
     if not is_digits(due_ms, LATEST_MS):
         raise Wrong("after", "takes the field 'next' of the page before")
     return int(due_ms), task_id

@@ -10,9 +10,9 @@ from kombu import Queue
 
 from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.site import Answer, Site
 from celery_rabbitdelay.web.states import counted
+from celery_rabbitdelay.web.view_request import ViewRequest
 
 #: Seconds between two checks for queues without a worker, and the most queues that are checked.
 UNSERVED_PERIOD, MOST_QUEUES = 10.0, 100
@@ -20,15 +20,15 @@ UNSERVED_PERIOD, MOST_QUEUES = 10.0, 100
 _T = TypeVar("_T")
 
 
-def workers(asked: Asked) -> dict[str, object]:
+def workers(request: ViewRequest) -> dict[str, object]:
     """Return the workers' activity, and the versions and settings that differ."""
-    reading = asked.site.workers()
+    reading = request.site.workers()
     answers = dict(sorted((reading.value or {}).items()))
     return {
         "taken": reading.taken,
         "error": reading.error,
         "workers": [_worker(name, answer) for name, answer in answers.items()],
-        "unserved": unserved(asked.site),
+        "unserved": unserved(request.site),
         "differences": [
             each
             for kind in ("versions", "settings")

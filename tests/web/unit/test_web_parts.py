@@ -15,10 +15,10 @@ from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.access import COOKIE, LASTS, Session, Sessions
-from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, fields_of
 from celery_rabbitdelay.web.options import DUMMY_HASH, User, hash_password, is_hash, is_password
 from celery_rabbitdelay.web.pages import PAGES
 from celery_rabbitdelay.web.site import MOST_AT_ONCE, Verb, Work, Works, in_batches
+from celery_rabbitdelay.web.view_request import MOST_FIELDS, Fields, fields_of
 from tests.kernel.unit.waiting import wait_until
 
 ADA = User("ada", "operator")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.registry.index import Filter, Kind, Pending
 from celery_rabbitdelay.registry.pauses import Paused
-from celery_rabbitdelay.web.asked import Wrong
 from celery_rabbitdelay.web.query import (
     MOST_TERMS,
     NAMES,
@@ -24,6 +23,7 @@ from celery_rabbitdelay.web.query import (
     filter_of,
 )
 from celery_rabbitdelay.web.states import ON_ITS_WAY, STATES, Holds
+from celery_rabbitdelay.web.view_request import Wrong
 
 #: A Saturday, in the morning in Tokyo.
 NOW = datetime(2030, 2, 2, 1, 30, tzinfo=UTC)
@@ -49,8 +49,8 @@ def found(
     """Return the ids of the tasks that a search finds."""
     kinds = sorted({Kind(each.task, each.queue) for each in tasks})
     wanted = filter_of(Query.of(text), Context(holds, TOKYO, kinds, **context))
-    says = wanted.says or (lambda task, message: True)
-    return [each.task_id for each in tasks if wanted.matches(each) and says(each, "a message")]
+    has_words = wanted.where_message or (lambda task, message: True)
+    return [each.task_id for each in tasks if wanted.matches(each) and has_words(each, "a message")]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", *NAMES]), TEXTS), max_size=8))

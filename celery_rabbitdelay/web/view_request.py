@@ -93,7 +93,7 @@ class Fields(ImmutableMultiDict[str, str]):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ViewRequest:
     """One request.
 
     Attributes:
