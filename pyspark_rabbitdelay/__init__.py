@@ -1,4 +1,4 @@
-"""Lets Spark find the format ``rabbitdelay`` by its name: it looks into modules ``pyspark_*``."""
+"""Makes the format ``rabbitdelay`` known to Spark, which imports all modules ``pyspark_*``."""
 
 from celery_rabbitdelay.spark.data_source import RabbitDelayDataSource as DefaultSource
 

@@ -30,7 +30,7 @@ GUARD_PRIORITY: Final = 1000
 #: See :data:`.DEAD_LETTERING_FLAG`.
 NEEDED_FLAG: Final = "stream_queue"
 
-#: Replicas that survive the death of a node:
+#: The fewest replicas with which a queue survives the death of a node:
 #: https://www.rabbitmq.com/docs/quorum-queues#replication-factor
 ENOUGH_REPLICAS: Final = 3
 
@@ -71,7 +71,7 @@ def check_broker(
 
 
 def check_entities(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]:
-    """Find exchanges and queues of the topology that are missing or differ."""
+    """Find exchanges and queues of the topology that are missing or declared differently."""
     topology, (_, guard, marker) = settings.topology, settings.topology.identity
     everything: list[Exchange | Queue] = [*topology.all_exchanges, *topology.queues]
     needed = [each for each in everything if each not in (guard, marker)]
@@ -93,7 +93,7 @@ def check_entities(settings: Settings, inventory: Inventory) -> Iterator[FoundRo
 
 
 def check_strangers(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
-    """Find missing bindings, additional ones that leak tasks or let strangers in, and consumers."""
+    """Find missing bindings, bindings that leak tasks or let strangers in, and other consumers."""
     ours = {exchange.name for exchange in topology.exchanges}
     queues = {queue.name for queue in topology.queues}
     for binding in topology.bindings:
@@ -133,7 +133,7 @@ def destinations_of(
 def check_destinations(
     settings: Settings, queues: Sequence[Queue], inventory: Inventory
 ) -> Iterator[FoundRow]:
-    """Find task queues that are missing, differ, or receive no tasks."""
+    """Find task queues that are missing, declared differently, or not bound to delivery."""
     topology, delivery = settings.topology, settings.topology.delivery.name
     for queue in queues:
         name, subject, found = queue.name, f"queue {queue.name}", inventory.of(queue)
@@ -158,7 +158,7 @@ def check_destinations(
 
 
 def check_probes(settings: Settings, workers: Mapping[str, Json]) -> Iterator[FoundRow]:
-    """Find levels whose last probe was not in time. Workers of other levels answer as well."""
+    """Find levels whose last probe was not in time; ignore workers of other levels."""
     earliest, latest = PROBE_IN_TIME
     probes = [answer.get(PROBE, {}) for answer in workers.values()]
     ours = [each for each in probes if each.get("prefix") == settings.prefix]
@@ -171,7 +171,7 @@ def check_probes(settings: Settings, workers: Mapping[str, Json]) -> Iterator[Fo
 
 
 def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[FoundRow]:
-    """Find queues that have lost replicas, or never had enough for this cluster."""
+    """Find queues with lost or too few replicas, and classic queues whose node is down."""
     for name in names:
         queue, subject = inventory.queues.get(name, {"type": ""}), f"queue {name}"
         if _is_away(queue, inventory):
@@ -201,7 +201,7 @@ def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[Found
 
 
 def orphans_of(topology: Topology, inventory: Inventory) -> Iterator[str]:
-    """Yield the queues of other levels under the prefix."""
+    """Yield the queues of other layouts under the prefix."""
     start, queues = f"{topology.prefix}.", {queue.name for queue in topology.queues}
     for name, queue in inventory.queues.items():
         arguments = queue["arguments"]
@@ -219,7 +219,7 @@ def orphans_of(topology: Topology, inventory: Inventory) -> Iterator[str]:
 def check_orphans(
     topology: Topology, inventory: Inventory, waiting: Mapping[str, object]
 ) -> Iterator[FoundRow]:
-    """Find queues and exchanges of other levels under the prefix.
+    """Find queues and exchanges of other layouts under the prefix.
 
     Args:
         topology: The topology.
@@ -274,11 +274,11 @@ def _node_of(queue: Json) -> str:
 
 
 def _difference(entity: Exchange | Queue, inventory: Inventory) -> str:
-    """Describe how an exchange or queue differs; empty if it does not, or does not exist."""
+    """Describe how an entity on the broker differs from ours; empty if it is equal or missing."""
     if (found := inventory.of(entity)) is None:
         return ""
     wanted, there = _flat(described(entity)), _flat(found)
-    # Without the argument, the virtual host's default applies.
+    # Without the argument x-queue-type, the virtual host's default applies.
     wanted["type"] = wanted.pop("x-queue-type", wanted.get("type", found["type"]))
     return ", ".join(
         f"{name} is {there.get(name)!r} instead of {wanted.get(name)!r}"

@@ -1,10 +1,10 @@
-"""Converts messages of other levels, or of Celery's own delays, into messages of the levels.
+"""Converts messages of another topology, or of Celery's native delays, into delayed messages.
 
-:class:`Migration` is for other levels of this package. :class:`NativeChain` is for Celery's native
-delayed delivery (kombu's ``native_delayed_delivery``): a chain of 28 queues, one per bit of the
-delay in seconds. A routing key there consists of these bits and the destination's own key, and the
-headers of a message have its due time. Without a due time, the message waits for the longest time
-that the rest of its chain can take, so that it is never early.
+:class:`Migration` is for another topology of this package. :class:`NativeChain` is for Celery's
+native delayed delivery (kombu's ``native_delayed_delivery``): a chain of 28 queues, one per bit of
+the delay in seconds. A routing key there consists of these bits and the destination's own key, and
+the headers of a message have its due time. Without a due time, the message waits for the longest
+time that the rest of its chain can take, so that it is never early.
 
 A message keeps its due time, so it waits in the new levels for the rest of its delay. Producers and
 workers may run meanwhile: the old levels still deliver the messages that come due in them.
@@ -80,13 +80,13 @@ class Migration:
 
         Args:
             message: The message.
-            queue: The queue that it was in.
+            queue: The name of its queue.
             until_ms: When it leaves the levels, in milliseconds since 1970-01-01 UTC; None for its
                 due time.
 
         Raises:
             UnprocessableMessage: The message cannot come from these levels.
-            Stay: Its routing key belongs to other levels, or only a later version can read it.
+            Stay: Its routing key belongs to another layout, or only a later version can read it.
         """
         modules, given = self.source.module_queues, headers_of(message)
         info = message.delivery_info or {}
@@ -105,7 +105,7 @@ class Migration:
         if queue in (modules.checkin.name, modules.meditation.name):
             return self._waiting(message, key, until_ms)
         if message.properties.get("type") == PROBE_TYPE:
-            # A probe is not a task; it is dropped there.
+            # A probe is not a task: the target's queue of probes takes it.
             return Outgoing("", self.target.probe.name, WaitingMessage.unopened(message))
         if self.source.keys.digits(key) is None:
             raise Stay("its routing key belongs to another layout: see the --from options")
@@ -115,8 +115,8 @@ class Migration:
         name = routing_key.decode_destination(word) or named
         if name is None or routing_key.encode_destination(name) != word:
             raise exceptions.UnprocessableMessage(
-                f"its routing key has a hash of its queue's name, and {header_names.QUEUE} is "
-                f"{shortened(named)}"
+                f"its queue is unknown: the header {header_names.QUEUE} ({shortened(named)}) does "
+                "not match the hash in its routing key"
             )
         return self._waiting(message, name, until_ms)
 
@@ -138,7 +138,7 @@ class Migration:
             self.signing_keys is not None and self.signing_keys.verifies(*waiting)
         )
         if self.target.queue_type == "quorum":
-            # The source may have been classic queues, which keep high priorities.
+            # Classic queues of the source may have kept a high priority.
             lowered = waiting.with_low_priority()
             if lowered is not waiting and waiting.headers.queue is not None:
                 destination = routing_key.DISTRIBUTION
@@ -147,7 +147,7 @@ class Migration:
             self.ensure(destination)
         due = Due.until(due_ms if until_ms is None else until_ms)
         if is_authentic:
-            # The priority in the headers may have changed; also, sign with the first key.
+            # Sign again, with the first key: the priority in the headers may have changed.
             waiting = signed(waiting, self.signing_keys)
         return forwarding.into_levels(self.target, waiting, due, destination)
 
@@ -175,10 +175,10 @@ def check_places(source: Place, target: Place) -> None:
 
 
 def check_source(source: Place) -> None:
-    """Check that a topology is declared with its settings.
+    """Check that a topology is declared, with this layout.
 
     Raises:
-        LayoutConflict: Another layout is declared under its prefix; the error has the differences.
+        LayoutConflict: Another layout is declared under its prefix; the error lists differences.
         TopologyIncomplete: None of its queues exists.
         OSError: The broker cannot be reached.
     """
@@ -192,7 +192,7 @@ def check_source(source: Place) -> None:
 #: The number of queues in a chain, and of bits in a routing key.
 BITS: Final = 28
 
-#: The reason of tasks that correctly stay in the chain.
+#: The only reason to stay in the chain with which ``adopt`` still succeeds.
 KEEPS_OWN: Final = "its task has rabbitdelay=False"
 
 #: Milliseconds by which a due time may be earlier than the end of the chain, which counts whole
@@ -214,7 +214,7 @@ def native_queues(prefix: str = "") -> list[str]:
 
 @dataclass(frozen=True)
 class NativeChain:
-    """Converts the tasks in Celery's native delayed delivery into delayed tasks.
+    """Converts the tasks in Celery's native delayed delivery into messages of the levels.
 
     Attributes:
         producer: Makes the messages; it publishes nothing.
@@ -254,7 +254,7 @@ def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[D
 
     Args:
         message: The message.
-        queue: The queue of the chain that it was in, whose name ends with its level.
+        queue: The chain's queue that held the message; its name ends with the level.
         due: The due time in its headers. If it is missing, or earlier than the chain can end, the
             latest end of the chain is used instead.
 
@@ -279,10 +279,10 @@ def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[D
 def routed(
     producer: DelayedProducer, message: WaitingMessage, queue: Queue | None, due: Due
 ) -> Outgoing:
-    """Return a message for the levels, signed; see :meth:`.DelayedProducer.routed`.
+    """Return a signed message with its route; see :meth:`.DelayedProducer.routed`.
 
     Raises:
-        Stay: No worker serves a module that it needs, or it is too large for that module.
+        Stay: The message needs a module that no worker serves, or is too large for that module.
     """
     try:
         delayed = producer.routed(message, queue, due)
@@ -297,7 +297,7 @@ def routed(
 def _destination(queues: Sequence[Queue], routing_key: str) -> Destination:
     """Return a task's destination, by the bindings of the last exchange of Celery's chain.
 
-    Their patterns begin with ``#``: see ``bind_queue_to_native_delayed_delivery_exchange``.
+    These bindings begin with ``#``: see ``bind_queue_to_native_delayed_delivery_exchange``.
     """
     bound = [
         (exchange.name, key)
@@ -311,7 +311,7 @@ def _destination(queues: Sequence[Queue], routing_key: str) -> Destination:
         exchange for exchange, key in bound if topic_matches(["#", *key.split(".")], words)
     }
     if len(found) != 1:
-        which = "several exchanges have" if found else "no queue of the application has"
-        raise Stay(f"{which} the routing key {shortened(routing_key)}")
+        which = "queues of several exchanges are" if found else "no queue of the application is"
+        raise Stay(f"{which} bound with the routing key {shortened(routing_key)}")
     (exchange,) = found
     return resolve(exchange, routing_key, queues)

@@ -24,7 +24,7 @@ TOTALS_AGE: Final = 6.0
 @click.option(
     "--force",
     is_flag=True,
-    help="Also delete queues in which messages wait, or that workers serve: lose the messages.",
+    help="Also delete queues with messages or consumers; the messages are lost.",
 )
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
@@ -36,11 +36,11 @@ def delete(
     """Delete the levels from the broker; task queues stay.
 
     Stop producers and workers first: messages that are published meanwhile, or that a worker holds,
-    are lost. Messages that dead-lettering holds, because a task queue refuses them, are only seen
-    through the management API.
+    are lost. Only the management API shows messages that dead-lettering holds because a task queue
+    refuses them.
     """
     if shared.as_json() and not (yes or dry_run):
-        raise click.UsageError("--json cannot ask: give --yes or --dry-run")
+        raise click.UsageError("--json cannot ask for confirmation: give --yes or --dry-run")
     topology = shared.topology(options)
     with shared.broker() as connection:
         # Another layout under the prefix shares the queues of the modules with this one.
@@ -57,15 +57,15 @@ def delete(
         counts = {name: each for name, each in found.items() if each is not None}
         waiting = {name: each.messages for name, each in counts.items() if each.messages}
         consumers = sum(each.consumers for each in counts.values())
-        lines = [f"Nothing of {topology.prefix} exists"]
+        lines = [f"The levels of {topology.prefix} do not exist"]
         if deleted := bool(exchanges or counts):
             lines = [f"{topology.prefix}: {exchanges} exchanges, {len(counts)} queues"]
             if messages := sum(waiting.values()):
-                lines.append(f"{messages:,} messages are lost: {shared.first_of(list(waiting))}")
+                lines.append(f"deleting loses {messages:,} messages: {shared.first_of([*waiting])}")
             if consumers:
                 lines.append(
-                    f"{consumers} consumers: workers run, and what they hold is lost. Those that "
-                    "use these levels declare them again; stop them first"
+                    f"{consumers} consumers: stop the workers first. Messages that they hold are "
+                    "lost, and running workers declare the levels again"
                 )
             deleted = not dry_run
             if deleted and not yes:
@@ -91,29 +91,29 @@ def delete(
 def _with_held(
     connection: Connection, management: str | None, counts: Mapping[str, Counts | None]
 ) -> dict[str, Counts | None]:
-    """Return the counts with the messages that dead-lettering holds; warn if nobody says them.
+    """Add the messages that dead-lettering holds to the counts; warn if they are unknown.
 
-    They are due, and the queue that they go to has not taken them yet; perhaps it refuses. AMQP
-    counts the messages that are ready, and so leaves them out.
+    These messages are due, but their queue has not taken them yet, or refuses them. AMQP counts
+    ready messages only.
     """
     held: dict[str, int] = {}
     try:
         api = management_api(connection, management)
         api.get("overview")
-        time.sleep(TOTALS_AGE)  # what is held by now is in the figures then
+        time.sleep(TOTALS_AGE)  # until the totals include what is held now
         totals = api.get(
             *("queues", connection.virtual_host or "/"),
             disable_stats="true",
             enable_queue_totals="true",
         )
         for each in totals:
-            if "messages" in each:  # or its node is away
+            if "messages" in each:  # absent if the queue's node is down
                 counted = each["messages_ready"] + each["messages_unacknowledged"]
                 held[each["name"]] = each["messages"] - counted
     except ManagementUnavailable as error:
         click.echo(
-            "Warning: if the queue of a task refuses due messages, they are held in the levels, "
-            f"and only the management API shows them; look before you delete. {error}",
+            "Warning: cannot count the due messages that the levels hold because a task queue "
+            f"refuses them; check the management page before you delete. {error}",
             err=True,
         )
     return {

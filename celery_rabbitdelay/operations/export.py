@@ -39,7 +39,7 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[Json]]:
 
     Args:
         topology: The topology.
-        vhost: Their virtual host.
+        vhost: The virtual host of all entities.
     """
     queues = (*topology.queues, topology.probe)
     return {
@@ -128,7 +128,7 @@ def _table(entries: Mapping[str, object]) -> str:
 @click.option("--vhost", help="The virtual host; by default that of the application's broker.")
 @shared.topology_options
 def export(format_name: str, vhost: str | None, **options: object) -> None:
-    """Print the topology in another format. No broker is contacted."""
+    """Print the topology as Terraform or as a definitions file. No broker is contacted."""
     topology = shared.topology(options)
     host = shared.app().connection_for_write().virtual_host or "/" if vhost is None else vhost
     if format_name == "terraform":

@@ -60,7 +60,7 @@ class ManagementAPI:
         url: The URL without user and password.
 
     Raises:
-        InvalidManagementURL: It is not such a URL.
+        InvalidManagementURL: The URL is invalid.
     """
 
     def __init__(self, url: str, tls: Mapping[str, str] = NOTHING) -> None:
@@ -139,12 +139,12 @@ def management_api(connection: Connection, url: str | None = None) -> Management
     """Return the API at a URL; None: at the broker's host and the default port, with AMQP's user.
 
     Args:
-        connection: A connection to the broker. If it is open, its host is the one of several that
-            was reached.
+        connection: A connection to the broker; open, if its URL has several hosts: then its host is
+            the reached one.
         url: The URL.
 
     Raises:
-        InvalidManagementURL: It is not such a URL.
+        InvalidManagementURL: The URL is invalid.
     """
     if url is None:
         is_tls = connection.ssl or isinstance(connection.transport, SSLTransport)
@@ -157,7 +157,7 @@ def management_api(connection: Connection, url: str | None = None) -> Management
 
 
 def parts_of_url(url: str) -> SplitResult | None:
-    """Return the parts of a URL; None if it is malformed, or may be."""
+    """Return the parts of a URL; None if it is malformed or ambiguous."""
     with suppress(ValueError):
         parts = urlsplit(url)
         # If a password has "/", "?" or "#", its rest ends up in one of these parts.

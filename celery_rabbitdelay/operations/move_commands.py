@@ -77,15 +77,15 @@ _source_options: Final = shared.options(
         "--allow",
         multiple=True,
         metavar="PATTERN",
-        help="Also bind queues of this name, which the application does not have; or a pattern.",
+        help="Also bind queues of this name or pattern that the application does not have.",
     ),
-    click.option("--from-prefix", help="Their rabbitdelay_prefix."),
+    click.option("--from-prefix", help="The source's rabbitdelay_prefix."),
     click.option(
-        "--from-layout", type=shared.layout_type, help="Their rabbitdelay_layout: a name, or JSON."
+        "--from-layout", type=shared.layout_type, help="The source's layout: a name, or JSON."
     ),
-    click.option("--from-tick", type=shared.seconds_type, help="Their rabbitdelay_tick."),
-    click.option("--from-queue-type", help="Their rabbitdelay_queue_type."),
-    click.option("--from-shards", type=int, help="Their rabbitdelay_shards."),
+    click.option("--from-tick", type=shared.seconds_type, help="The source's rabbitdelay_tick."),
+    click.option("--from-queue-type", help="The source's rabbitdelay_queue_type."),
+    click.option("--from-shards", type=int, help="The source's rabbitdelay_shards."),
 )
 
 
@@ -93,9 +93,9 @@ _source_options: Final = shared.options(
 @_source_options
 @_move_options
 def migrate(pace: Pace, **options: Any) -> None:
-    """Move all messages from other levels of this broker into the application's levels.
+    """Move all messages from another prefix's levels on this broker into the application's levels.
 
-    The --from options describe the levels that are emptied; omitted ones default to the
+    The --from options describe the source, which is emptied; omitted ones default to the
     application's settings. Producers and workers may run meanwhile. The command can be interrupted
     at any time, and started again.
     """
@@ -230,8 +230,9 @@ def _run(
             moved = mover.move()
     except shared.BROKER_ERRORS as error:
         why = (
-            f"{mover.result.moved:,} messages are moved, {mover.result.copies:,} others may exist "
-            "twice, and the rest is still in its queues; start it again to go on"
+            f"the move has stopped: {mover.result.moved:,} messages are moved, "
+            f"{mover.result.copies:,} others may exist twice, and the rest is still in its queues. "
+            "To go on, start the command again"
         )
         if not (mover.result.moved or isinstance(error, amqp.AMQPError)):
             why = "cannot reach a broker"
@@ -253,14 +254,14 @@ def _lines(moved: Moved, missing: Sequence[str], unnamed: Sequence[str]) -> Iter
     if moved.copies:
         yield f"  {moved.copies:,} may exist twice: a connection was lost"
     if not moved.finished:
-        yield "  ended before all messages were moved; start it again to go on"
+        yield "  stopped before all messages were moved; to go on, start the command again"
     if missing:
         names = shared.first_of(missing, MAX_NAMED)
-        yield f"  these queues do not exist; distribution retries them when tasks are due: {names}"
+        yield f"  these queues do not exist; distribution retries when their tasks are due: {names}"
     if unnamed:
         yield (
-            "  these queues are not bound: the application does not name them. Their messages "
-            "wait until the queues are bound, and become undeliverable rabbitdelay_retry_for (a "
+            "  these queues are not bound: the application does not have them. Their messages "
+            "wait until the queues are bound, but become undeliverable rabbitdelay_retry_for (a "
             "day) after they are due. Start a worker that consumes from the queues, call "
             "celery_rabbitdelay.kombu.bind_destination, or give --allow: "
             f"{shared.first_of(unnamed, MAX_NAMED)}"
@@ -290,7 +291,7 @@ def broker_at(application: celery.Celery, url: str) -> Connection:
 
 @contextmanager
 def set_by_ctrl_c(stopping: Event) -> Iterator[None]:
-    """Set an event at Ctrl-C or SIGTERM; a second one ends the command as usual."""
+    """Set an event at Ctrl-C or SIGTERM; a second signal ends the command as usual."""
 
     def stop(number: int, frame: object) -> None:
         signal.signal(number, former[signal.Signals(number)])

@@ -108,7 +108,7 @@ class Destinations:
         connect(self._connection)
         given, queue = (self._connection, self.target.topology), self._known.get(name)
         declaration.declare_if_missing(*given)
-        # It may exist with other arguments than the application gives it.
+        # The queue may exist with other arguments than the application's.
         bindings = [partial(declaration.bind_destination, *given, name)]
         if queue is not None and not getattr(queue, "no_declare", False):
             bindings.insert(0, partial(declaration.declare_destination, *given, queue))
@@ -227,7 +227,7 @@ class Mover:
 
     def __post_init__(self) -> None:
         self._publisher = Publisher(self.target.connection.clone(heartbeat=0))
-        #: The publisher refers to it weakly, and so calls it once on each connection.
+        #: Kept: the publisher has a weak reference, and calls it once per connection.
         self._declare = self.target.declare
         self._ahead = int(min(max(self.rate, 1), TAKEN_AHEAD))
         self._limit = math.inf if self.limit is None else self.limit
@@ -298,7 +298,7 @@ class Mover:
         self._source.consume(queues, self._ahead // len(queues))
         self._publish()
         self._source.cancel()
-        # Messages that arrived before the consumers were cancelled.
+        # Publish messages that arrived before the consumers were cancelled.
         self._publish()
 
     def _publish(self) -> None:

@@ -20,10 +20,10 @@ from celery_rabbitdelay.levels.routing_key import encode_destination
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE, Topology
 from celery_rabbitdelay.publishing.destination import bindings_of
 
-#: The users of a broker.
+#: The roles of a broker's users.
 Role: TypeAlias = Literal["producer", "worker", "check-in", "operator"]
 
-#: The random part of queue names by kombu and Celery: reply queues, and the end of broadcasts'.
+#: The random part in the names of reply queues, and at the end of names of broadcast queues.
 _UUID: Final = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
@@ -57,10 +57,10 @@ def rights(
     """Return the permissions that a user needs.
 
     Args:
-        role: The user.
+        role: The user's role.
         topology: The levels.
-        queues: The queues of the tasks that it sends or runs, with their exchanges. Queues with
-            ``no_declare`` are declared elsewhere.
+        queues: The queues of the tasks that the user sends or runs, with their exchanges. Queues
+            with ``no_declare`` are declared elsewhere.
         conf: The configuration of the application, for Celery's own names.
         may_declare: Whether ``rabbitdelay_declare`` is "auto".
         modules: The modules that a worker serves.
@@ -90,7 +90,7 @@ def rights(
             events = re.escape(conf.event_queue_prefix)
             full += *_declared(queues), remote_control
             full += re.escape(conf.event_exchange), rf"{events}\..*"
-            # Distribution publishes to the queues, by the default exchange, and to the exchanges.
+            # Distribution publishes to queues, through the default exchange, and to exchanges.
             write += r"amq\.default", *_exchanges(queues)
             write += _to_declare(queues, binds=may_declare)
             read += map(_name, queues)
@@ -99,7 +99,7 @@ def rights(
             full += everything, *_declared(lasting), remote_control
             write += r"amq\.default", *_to_declare(lasting, binds=True)
     if role == "producer" and str(conf.result_backend or "").partition(":")[0] == "rpc":
-        # The queue of its results, which workers reach over the default exchange.
+        # The reply queue, which workers reach through the default exchange.
         configure.append(_UUID)
         read.append(_UUID)
     return Rights(*(_whole([*full, *own]) for own in (configure, write, read)))
@@ -113,7 +113,7 @@ def _whole(names: Iterable[str]) -> str:
 def topic_rights(topology: Topology, queues: Sequence[Queue]) -> Iterator[TopicRight]:
     r"""Yield the topic permissions of a producer that may delay tasks for some queues only.
 
-    An exchange without a topic permission accepts every key, so all levels have one. A key must
+    An exchange without a topic permission accepts every key, so every level needs one. A key must
     have as many digits as there are levels, because a key that matches no binding would reach
     distribution, which reads the headers. The expressions end with ``\z``: ``$`` would also
     match before a line feed at the end of a key.
@@ -144,13 +144,13 @@ def _quoted(pattern: str) -> str:
 
 
 def _declared(queues: Sequence[Queue]) -> list[str]:
-    """Return the names of the queues that their users declare, and of their exchanges."""
+    """Return the names of the queues that may be declared, and of their exchanges."""
     declared = [queue for queue in queues if not getattr(queue, "no_declare", False)]
     return [*map(_name, declared), *_exchanges(declared)]
 
 
 def _to_declare(queues: Sequence[Queue], *, binds: bool) -> Iterator[str]:
-    """Yield further names that a user writes to who declares queues and binds them to the levels.
+    """Yield the further names that need write permission to declare queues and bind them.
 
     To declare a queue with a dead-letter exchange, or an exchange with an alternate exchange, the
     broker requires write permission on that exchange.
@@ -177,7 +177,7 @@ def _served(topology: Topology, modules: Sequence[str]) -> Iterator[str]:
 
 
 def _name(queue: Queue) -> str:
-    """Return the expression for a queue's name, in which a broadcast may have a UUID."""
+    """Return the expression for a queue's name; a broadcast's name may end with a UUID."""
     bare = re.sub(f"{_UUID}$", "", queue.name) if isinstance(queue, Broadcast) else queue.name
     return re.escape(bare) + (_UUID if bare != queue.name else "")
 
@@ -196,7 +196,7 @@ def _exchanges(queues: Iterable[Queue]) -> Iterator[str]:
     "--declare",
     "mode",
     type=click.Choice(("auto", "never")),
-    help="Its rabbitdelay_declare; by default the application's.",
+    help="The user's rabbitdelay_declare; by default the application's.",
 )
 @click.option(
     "--topics",
@@ -213,7 +213,7 @@ def permissions(
     The task queues are task_queues, or Celery's default queue. No broker is contacted.
     """
     if topics and role != "producer":
-        raise click.UsageError("--topics is for the role producer")
+        raise click.UsageError("--topics is only for the role producer")
     settings, app = shared.delays().settings, shared.app()
     topology = shared.topology(options)
     queues = list(app.amqp.Queues(app.conf.task_queues).values())

@@ -34,7 +34,7 @@ class Quirk(NamedTuple):
         return self.first <= version and (last is None or version[: len(last)] <= last)
 
 
-#: At-least-once dead-lettering needs the feature flag stream_queue. verify says if it is disabled.
+#: At-least-once dead-lettering needs the feature flag stream_queue. verify reports its absence.
 #: Source: https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
 DEAD_LETTERING_FLAG: Final = Quirk(last=(3, 10))
 
@@ -65,12 +65,11 @@ DELIVERY_LIMIT: Final = Quirk(first=(4, 0))
 #: https://www.rabbitmq.com/docs/quorum-queues#priorities
 TWO_PRIORITIES: Final = Quirk(first=(4, 0), last=(4, 2))
 
-#: A passive declaration needs one of the three permissions; before, it needs none. Counts that the
-#: user may not read are left out.
+#: A passive declaration needs one of the three permissions; in earlier versions, none. Counts that
+#: the user may not read are left out.
 PASSIVE_PERMISSION: Final = Quirk(first=(4, 3))
 
-#: ACCESS_REFUSED does not say which permission is missing. It is derived from the method that was
-#: refused.
+#: ACCESS_REFUSED does not say which permission is missing. The refused method tells which.
 UNNAMED_PERMISSION: Final = Quirk(last=(3,))
 
 #: The management API does not list the bindings of a queue whose node is away. verify asks for no

@@ -30,7 +30,7 @@ CAUSES: Final = {
     "message-ttl",
     "rejected": "a worker rejected it unread from {}: it is larger than "
     "rabbitdelay_max_message_bytes, or than RabbitMQ allows; see the worker's log",
-    "maxlen": "{} was full, by a policy's max-length",
+    "maxlen": "{} was full: a policy sets max-length",
     "delivery_limit": "delivery limit of {} exceeded: no worker acknowledged it",
 }
 
@@ -85,7 +85,7 @@ def examine(
     if parsed.failures is not None:
         since = _instant(parsed.failures.since_ms, header_names.FAILED_SINCE, problems)
     reason = (
-        # First: in a message that the broker moved here, all other headers are its sender's.
+        # First: if the broker moved the message here, its sender wrote all other headers.
         _by_broker(topology, last_stop, cause)
         or parsed.reason
         or (unreadable and f"its properties cannot be read: {unreadable}")
@@ -158,7 +158,7 @@ def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: s
     if last_stop == modules.meditation.name:
         return f"{modules.meditated.name} had no binding to {modules.checkin.name}"
     if key is None:
-        return "it was not dead-lettered by a level queue, and no routing key was given"
+        return "unknown: no level queue dead-lettered it, and no routing key was given"
     try:
         start, following = _gap(topology, last_stop, key)
     except (LookupError, ValueError):
@@ -175,7 +175,7 @@ def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: s
 
 
 def _gap(topology: Topology, last_stop: str | None, key: str) -> tuple[str, str]:
-    """Return the exchange behind a stop, and the next stop, which is delivery after the last one.
+    """Return the exchange after a stop, and the next stop; after the last stop, delivery.
 
     Raises:
         LookupError: The stop or the key does not belong to this layout.

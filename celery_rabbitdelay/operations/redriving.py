@@ -50,7 +50,7 @@ Headers: TypeAlias = Mapping[str, object]
 def never_accepted(
     headers: Headers, topology: Topology, routing_key: str, last_stop: str | None
 ) -> bool:
-    """Return whether check-in, which a client published the message to, never accepted it.
+    """Return whether a client published the message to check-in, which never accepted it.
 
     Check-in adds a due time to every message that it accepts.
     """
@@ -67,7 +67,7 @@ def never_accepted(
     )
 
 
-#: How often a message is redriven at most, unless the caller says otherwise.
+#: The default limit of redrives of one message.
 MAX_ATTEMPTS: Final = 3
 
 
@@ -79,7 +79,7 @@ class Redriving:
         producer: Signs the messages and computes their routes; it publishes nothing.
         allowed: The allowed destinations.
         checkin_allowed: The allowed destinations of messages that check-in never accepted; None:
-            the same.
+            the same as ``allowed``.
         trusts_clients: Whether to skip check-in's checks of task messages; see
             ``rabbitdelay_checkin_trusted``.
         queues: The queues that the application knows, by their names.
@@ -135,7 +135,7 @@ class Redriving:
         queue, early = None, EarlyHeader()
         if message.properties.get("content_type") == header_names.ENVELOPE:
             if is_new:
-                raise UnprocessableMessage("it is an envelope, which clients may not check in")
+                raise UnprocessableMessage("clients may not send envelopes to check-in")
             received = self._envelope(received._replace(headers=parsed))
             parsed = received.headers
         else:
@@ -242,7 +242,7 @@ class Redriving:
     def _check(self, exchange: str, routing_key: str) -> None:
         name, where = exchange or routing_key, limits.where_in_words(exchange, routing_key)
         if self.allowed.forbids(name):
-            raise UnprocessableMessage(f"{where} is never published to")
+            raise UnprocessableMessage(f"{where} belongs to the levels, to the broker or to Celery")
         if name != self.to and not self.allowed.includes(exchange, routing_key):
             raise UnprocessableMessage(f"{where} is not a destination that the application allows")
         if exchange:
@@ -332,7 +332,7 @@ def redriving_for(
     Raises:
         InvalidDestination: The queue ``to`` is never allowed, or its name is invalid.
         InvalidDelay: The delay is invalid.
-        DelayTooLong: It is above the layout's capacity, and workers do not serve check-in.
+        DelayTooLong: The delay is above the layout's capacity, and workers do not serve check-in.
     """
     settings = app.rabbitdelay.settings
     delay_ms = None if delay is None else milliseconds(delay)

@@ -39,7 +39,7 @@ AHEAD: Final = 1000
 #: The priority of a reader. Other consumers have priority 0, so they receive messages first.
 READERS_PRIORITY: Final = -10
 
-#: Rounds without a message from non-empty queues, after which another consumer must have them.
+#: After so many rounds without a message, another consumer must hold what the queues have.
 MOST_IDLE_ROUNDS: Final = 3
 
 #: Seconds for an answer of the broker.
@@ -50,7 +50,7 @@ ANSWER_TIMEOUT: Final = 30.0
 #: (https://www.rabbitmq.com/docs/consumers#acknowledgement-timeout).
 MOST_SECONDS: Final = 1500.0
 
-#: Seconds to wait until requeued messages are ready again, and between two looks.
+#: Seconds to wait until requeued messages are ready again, and between two checks.
 PUT_BACK_TIMEOUT: Final = 5.0
 LOOK_EVERY: Final = 0.02
 
@@ -174,7 +174,7 @@ class Source:
         with self._in_time():
             ready_in(self.connection, queue)
         began, taken, idle = time.monotonic(), 0, 0
-        # Silence does not mean empty: the broker may be slow, or another consumer may have them.
+        # Silence does not mean empty: the broker may be slow, or another consumer may be ahead.
         while taken < limit and idle < MOST_IDLE_ROUNDS and self.ready([queue]):
             before, end = taken, min(taken + AHEAD, limit)
             self.consume([queue], end - taken)
@@ -191,13 +191,13 @@ class Source:
             idle = 0 if taken > before else idle + 1
 
     def acknowledge(self) -> None:
-        """Acknowledge the messages in ``to_acknowledge``, and wait until the broker knows."""
+        """Acknowledge ``to_acknowledge``, and wait until the broker has the acknowledgements."""
         if not self.to_acknowledge:
             return
         with self._answers():
             frames = wire.settle_frames(self.channel.channel_id, wire.ACK, self.to_acknowledge)
             self._wire.write(frames, self._timeout)
-            # Answered after the acknowledgements, which may be lost if the process is killed now.
+            # Its answer follows the acknowledgements; a process killed earlier may lose them.
             self.channel.basic_qos(0, self._prefetch, False)
             self._held -= len(self.to_acknowledge)
             self.to_acknowledge = []

@@ -1,6 +1,6 @@
 """``celery rabbitdelay status``: waiting messages, the next due time, the workers' modules.
 
-This is the only file of operations that asks other additions, if the settings name a registry.
+If a registry is configured, it adds the next due time of tracked tasks, and the pauses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Status(NamedTuple):
         taken_at: When it was taken, in seconds of :func:`time.monotonic`.
         backlog: The number of messages in every queue.
         workers: The workers' answers, by their names.
-        due_within_ms: Milliseconds until the next message comes due, at most, computed from the
+        due_within_ms: The most milliseconds until the next message comes due, computed from the
             depths of the queues; None if nothing waits. It may come due much earlier: a queue does
             not show how long its first message has waited.
         next_due: The due time of the next tracked task; None without a tracked task.
@@ -67,7 +67,7 @@ def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0)
     backlog = backlog_of(connection, topology)
     taken_at = time.monotonic()
     is_blocked, workers = delays.is_blocked(), {}
-    if timeout and not is_blocked:  # they are asked by messages
+    if timeout and not is_blocked:  # workers are asked by messages
         workers = status_of_workers(delays.app, connection, timeout)
     answers: dict[str, Any] = {}
     for each in additions_of(delays) if delays.available else ():
@@ -85,7 +85,7 @@ def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0)
 
 
 def due_within(topology: Topology, backlog: Backlog) -> int | None:
-    """Return the milliseconds within which some message comes due; None if nothing waits.
+    """Return the most milliseconds until the next message comes due; None if nothing waits.
 
     A message in the queue of a digit waits for that digit at most, and then at most for the largest
     digits of all lower levels.
@@ -94,10 +94,10 @@ def due_within(topology: Topology, backlog: Backlog) -> int | None:
 
 
 def due_at_least(topology: Topology, backlog: Backlog, within_ms: int) -> int:
-    """Return how many messages come due within some milliseconds, at least.
+    """Return the least number of messages that come due within a time in milliseconds.
 
     Counts the messages whose longest possible remaining delay is within that time. The messages of
-    all other queues may come due in time, too: a queue does not show how long they have waited.
+    all other queues may come due in it, too: a queue does not show how long they have waited.
     """
     return sum(messages for bound, messages in _bounds(topology, backlog) if bound <= within_ms)
 

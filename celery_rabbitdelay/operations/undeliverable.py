@@ -163,8 +163,8 @@ class UndeliverableFilter:
         queues: Names of queues, likewise.
         ids: Ids of tasks, or of messages (``message_id``, ``correlation_id``).
         reasons: Parts of reasons; with ``*`` or ``?``, a pattern for the whole reason.
-        older_than: The shortest time that a message has been undeliverable. If its headers do not
-            tell that time, the message is not chosen.
+        older_than: The shortest time that a message has been undeliverable. If its headers lack
+            that time, the message is not chosen.
         newer_than: The longest time, likewise.
     """
 
@@ -207,7 +207,7 @@ def _matches(text: str, pattern: str) -> bool:
     return fnmatchcase(text, pattern.replace("[", "[[]"))
 
 
-#: The part of a reason that differs between messages whose attempts all failed.
+#: The part of a reason that differs between messages, after failed attempts.
 _ATTEMPTS: Final = re.compile(r" \(\d+ attempts since [^;)]*(?:; the first time: .*)?\)")
 
 

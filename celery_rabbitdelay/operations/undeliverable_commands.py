@@ -1,4 +1,4 @@
-"""``celery rabbitdelay undeliverable``: list, export, redrive and delete such messages."""
+"""``celery rabbitdelay undeliverable``: list, export, redrive and delete undeliverable messages."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def export(wanted: read.UndeliverableFilter) -> None:
 @click.option("--dry-run", is_flag=True, help="Count the messages, and delete none.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def purge(wanted: read.UndeliverableFilter, limit: int | None, dry_run: bool, yes: bool) -> None:
-    """Delete the messages that the options choose; all without an option."""
+    """Delete the messages that match the options; without options, all messages."""
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
     with shared.broker() as connection:
@@ -160,20 +160,20 @@ def purge(wanted: read.UndeliverableFilter, limit: int | None, dry_run: bool, ye
 
 @undeliverable.command()
 @_filter_options
-@click.option("--delay", type=shared.delay_type, help="Delay every message at least this long.")
+@click.option("--delay", type=shared.delay_type, help="Delay every message by at least this long.")
 @click.option("--to", metavar="QUEUE", help="Send all messages to this queue.")
 @click.option(
     "--allow",
     multiple=True,
     metavar="PATTERN",
-    help="Also allow queues and exchanges of this name, which the application does not have.",
+    help="Also allow queues and exchanges of this name or pattern.",
 )
 @click.option(
     "--max-attempts",
     type=click.IntRange(1),
     default=MAX_ATTEMPTS,
     show_default=True,
-    help="Keep messages that were redriven this often.",
+    help="Leave messages that were already redriven this often.",
 )
 @click.option(
     "--sign",

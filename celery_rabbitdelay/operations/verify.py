@@ -127,7 +127,7 @@ def verify_application(
     api = management_api(connection, management)
     rows: list[checks.FoundRow] = [row for each in additions_of(delays) for row in each.problems()]
     is_blocked = delays.is_blocked()
-    if not is_blocked:  # asking workers takes messages
+    if not is_blocked:  # workers are asked by messages
         workers: Mapping[str, Json] = {}
         # The user may not be allowed to use remote control, or to declare one more queue.
         with suppress(ChannelError):
@@ -162,7 +162,7 @@ def verify_broker(
     connect(connection)
     virtual_host = connection.virtual_host or "/"
     inventory, topology = read_inventory(management, virtual_host), settings.topology
-    # All others are deleted with their connection or consumer.
+    # Other queues are deleted with their connection or consumer.
     lasting = [queue for queue in queues if not (queue.exclusive or queue.auto_delete)]
     names = checks.destinations_of(topology, lasting, inventory)
     known = {queue.name: queue for queue in lasting}

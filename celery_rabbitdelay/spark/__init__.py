@@ -6,8 +6,8 @@ writer or reader for the executors. Read ``options`` (what users set), ``columns
 of Arrow batches, ids), ``partition`` (one partition goes through ``send_many``), ``write`` (a whole
 write, which is one job of the registry, and ``dispatch``, which sends from a driver) and
 ``data_source`` (what Spark finds, and the readers). Then ``grouped``, by which Spark's own engine
-writes the rows, with ``expressions`` (values as text). ``application`` gives each Python process
-its Celery application.
+serializes the rows, with ``expressions`` (values as text). ``application`` gives each Python
+process its Celery application.
 """
 
 from __future__ import annotations

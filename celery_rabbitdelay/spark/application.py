@@ -46,7 +46,7 @@ def application_of(options: ApplicationOptions) -> Celery:
 
 def _imported(path: str) -> Celery:
     if re.fullmatch(r"[\w.]+(:[\w.]+)?", path) is None:
-        takes = "takes an import path, such as shop:app; a broker's URL is the option broker"
+        takes = "takes an import path, such as shop:app; for a broker's URL, use the option broker"
         raise exceptions.InvalidOption("app", without_password(path), takes)
     try:
         app: object = find_app(path)
@@ -113,7 +113,7 @@ def find_task(app: Celery, name: str | None, allows_unknown: bool) -> CeleryTask
         # As in a worker: configured modules, and discovered ones.
         app.loader.import_default_modules()
     except Exception as failed:  # noqa: BLE001 - importing runs code of the user's
-        problem = f"is not found: importing the modules of tasks here, on {_where()}: {failed!r}"
+        problem = f"is not found: cannot import the task modules here, on {_where()}: {failed!r}"
     else:
         if name in app.tasks:
             return app.tasks[name]
@@ -125,7 +125,7 @@ def find_task(app: Celery, name: str | None, allows_unknown: bool) -> CeleryTask
 def numbers_taken(
     task: CeleryTask | None, types: Mapping[str, T.DataType], options: WriteOptions
 ) -> Sequence[int]:
-    """Return how many positional arguments a task takes with the keyword arguments of a write.
+    """Return each number of positional arguments that fits a task and the columns of a write.
 
     Args:
         task: The task; None for one that takes any.

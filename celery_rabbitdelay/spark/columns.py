@@ -24,7 +24,7 @@ from celery_rabbitdelay.levels.delay import Delay
 from celery_rabbitdelay.spark.options import WriteOptions
 
 #: The columns of a grouped DataFrame: when a task is due, in milliseconds since 1970-01-01 UTC; its
-#: bytes in an envelope; and its row, if Python has to write it.
+#: bytes in an envelope; and its row, if Python has to serialize it.
 DUE: Final = "rabbitdelay_due_ms"
 ITEM: Final = "rabbitdelay_item"
 ROW: Final = "rabbitdelay_row"
@@ -65,7 +65,7 @@ def task_id(job_id: str, values: Mapping[str, object] | Sequence[object]) -> str
 
 
 class TaskIds:
-    """Derives ids.
+    """Derives the ids of tasks from their rows.
 
     Args:
         job_id: Part of every id: the same row has another id under another job.
@@ -152,7 +152,7 @@ class Taken(NamedTuple):
     Attributes:
         shared: The arguments that it shares with other rows; meaningless if the row is invalid.
         row: The row for ``send_many``, with its id; the error of an invalid row; or rows that Spark
-            has written.
+            has serialized.
         given: All values of the row, by the names of the columns in :attr:`Columns.types`.
     """
 
@@ -170,8 +170,8 @@ class Columns:
 
     Attributes:
         schema: The schema; for a grouped DataFrame, the schema before it was grouped.
-        types: The type of each column. A column with a meaning of its own is found in any case, and
-            has its usual name here.
+        types: The type of each column. A column with a meaning of its own is found in upper or
+            lower case, and has its usual name here.
         identity: The names of the columns that ids are derived from, in their order.
         are_shared: Whether all rows have the same :class:`Shared`.
         shared: The shared arguments as the options give them.
@@ -196,7 +196,7 @@ class Columns:
         for name in options.id_column or ():
             same = [each for each in self.types if each.lower() == name.lower()]
             if len(same) != 1:
-                takes = f"is named by idColumn; the columns are {', '.join(self.types)}"
+                takes = f"idColumn needs one such column; the columns are {', '.join(self.types)}"
                 raise InvalidColumn(name, None, takes)
             identity += same
         self.identity = alphabetical(identity)
@@ -216,7 +216,7 @@ class Columns:
         self.shared = self._shared_of({})
 
     def taken(self, batches: Iterable[pa.RecordBatch], ids: TaskIds) -> Iterator[Taken]:
-        """Yield the rows; rows that Spark has written are combined into envelopes.
+        """Yield the rows; combine rows that Spark has serialized into envelopes.
 
         Args:
             batches: The rows; of a grouped DataFrame, sorted by due time.

@@ -202,7 +202,7 @@ BATCH_BYTES: Final = 8_000_000
 
 
 class UndeliverableReader(_Reader):
-    """Reads the undeliverable messages, in one partition, as a queue has only one end."""
+    """Reads the undeliverable messages in one partition: a queue can only be read from its head."""
 
     columns = UNDELIVERABLE
 

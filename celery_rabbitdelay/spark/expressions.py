@@ -1,4 +1,4 @@
-"""Values that Spark's own engine writes as text: as JSON, and as Python's ``repr``.
+"""Writes values as text in Spark's own engine: as JSON, and as Python's ``repr``.
 
 The texts have to equal Python's in every character: the task's id is derived from one, and its
 message holds the others. Where Spark cannot guarantee that (a quotation mark in a string, the tenth
@@ -27,8 +27,8 @@ PLAIN_NAME: Final = r"[A-Za-z0-9_ .-]+"
 #: Decimals with more digits after the point may be shown with an exponent.
 MAX_SCALE: Final = 6
 
-#: Doubles with this many digits after the point, and below this bound, are the shortest ones that
-#: are read as the same number, and have no exponent.
+#: A double below this bound, with at most this many digits after the point, has the same text in
+#: Python as its decimal: the shortest one, without an exponent.
 DOUBLE_SCALE: Final = 3
 DOUBLE_BOUND: Final = 10**12
 
@@ -94,7 +94,7 @@ def can_be_written(name: str, kind: T.DataType, is_argument: bool) -> bool:
 
 
 def text(value: Column, kind: T.DataType, style: Style) -> Column:
-    """Return a value of a type that :func:`can_be_written` as text, which is never null."""
+    """Return a value as text, never null. :func:`can_be_written` must accept its type."""
     return F.coalesce(_text(value, kind, style), F.lit(style.null))
 
 

@@ -1,7 +1,7 @@
-"""Grouping in Spark: its own engine serializes the tasks, and shuffles them by due time.
+"""Groups tasks in Spark's own engine, which serializes them and shuffles them by due time.
 
 A grouped DataFrame has a row for each task, as an item of an envelope, sorted by due time within
-each partition. Python then cuts the column into envelopes, without reading a row. If Spark cannot
+each partition. Python then packs the items into envelopes without reading them. If Spark cannot
 serialize a row exactly as Python does, Python serializes it.
 """
 
@@ -42,12 +42,12 @@ REPRS: Final = ("argsrepr", "kwargsrepr")
 #: The types of columns with arguments.
 CONTAINERS: Final = {"args": T.ArrayType | T.StructType, "kwargs": T.StructType}
 
-#: The type of seconds in Spark. Python writes rows with more seconds, above any capacity.
+#: The type of seconds in Spark. More seconds are above any capacity; Python writes their rows.
 SECONDS: Final = "decimal(20,9)"
 
 
 def grouped(frame: DataFrame, **options: Any) -> DataFrame:
-    """Return a DataFrame that is written much faster, if many tasks share a message.
+    """Return a DataFrame that can be written much faster if many of its tasks share messages.
 
     Spark serializes the tasks itself, and shuffles them, so that tasks that are due together are in
     one partition. Write the result with the same options::
@@ -55,7 +55,7 @@ def grouped(frame: DataFrame, **options: Any) -> DataFrame:
         options = {"app": "shop:app", "task": "shop.remind", "tolerance": 60}
         grouped(frame, **options).write.format("rabbitdelay").mode("append").options(**options)
 
-    A delay counts from this call, so that it is the same however often Spark runs a partition.
+    A delay counts from this call, so a task keeps its due time if Spark repeats a partition.
 
     Args:
         frame: The rows, with the columns that the format takes, except ``key``, ``task``,
@@ -98,7 +98,7 @@ class Grouping:
         """Group a DataFrame."""
         layout, now_ms = self._app.rabbitdelay.topology.layout, wall_clock.ms()
         namespace = columns.TaskIds(self._options.job_id or str(uuid4())).namespace.bytes
-        # Spark computes a column once if it has a name and others need it more than once.
+        # Spark computes a column only once if it has a name, even if several others need it.
         frame = frame.toDF(*self._types)
         frame = frame.select(F.struct("*").alias(ROW), *self._texts(now_ms))
         digest = F.sha1(F.concat(F.lit(bytearray(namespace)), F.col("identity").cast("binary")))
@@ -221,7 +221,7 @@ def _uuid(digest: Column) -> Column:
 
 
 def _shared_ms(layout: Layout, delay_ms: Column, tolerance_ms: int) -> Column:
-    """Return delays as :meth:`.Layout.round_to_fewest_stops` rounds them, and up to ticks."""
+    """Round delays as :meth:`.Layout.round_to_fewest_stops` does, and up to ticks."""
 
     def rounded_up(unit: int) -> Column:
         return F.ceil(delay_ms / unit) * unit

@@ -29,7 +29,7 @@ class Option(NamedTuple):
     Attributes:
         takes: The values in words, for errors.
         read: Returns the value of a text, or raises :class:`ValueError`.
-        only_with: The value of ``what``, or the protocol, that it belongs to; empty for any.
+        only_with: The value of ``what``, or the protocol, that it needs; empty for any.
     """
 
     takes: str = ""
@@ -159,20 +159,20 @@ class WriteOptions(NamedTuple):
         tolerance: Seconds by which a task may start late.
         envelopes: Whether tasks that are due together share a message; None for the default of
             ``send_many``.
-        job_id: The text from which, with the columns, the tasks' ids are derived. None for a random
-            one; for a stream, for the id of its query.
+        job_id: The text from which, with the columns, the tasks' ids are derived. None: a random
+            one, or for a stream the id of its query.
         id_column: The columns that identify a row; None for all.
         job: A job that the caller has opened, and commits or aborts; None if the write is a job of
             its own.
-        job_expires: Seconds after which the tasks of a write are dropped if it was neither
-            committed nor aborted.
+        job_expires: Seconds after which the tasks of a write are dropped if the write was
+            neither committed nor aborted.
         max_rate: The maximum number of tasks a second, over all partitions; None for no limit.
         kwargs_from_columns: Whether columns without a special meaning become keyword arguments.
         past: What becomes of rows whose delay is negative, or whose ``eta`` had passed when the
             write began. ``send``: their tasks run at once. ``refuse``: they are refused as invalid
             rows. ``drop``: they are counted, and not sent.
         on_error: ``collect``: refused rows are written to ``errors_path`` while the others are
-            sent. ``fail``: the first one ends the write.
+            sent. ``fail``: the first refused row ends the write.
         errors_path: The folder for refused rows; None if they are not collected.
     """
 
@@ -211,7 +211,7 @@ class WriteOptions(NamedTuple):
         """Read options that are Python values; None means that an option is not set.
 
         A task, a queue and an application may be given as objects. Executors import the
-        application; if neither it nor a URL is given, it is the task's.
+        application; without ``app`` and ``broker``, the task's.
 
         Raises:
             InvalidOption: As for :meth:`of`.
@@ -310,7 +310,7 @@ def _known(options: Mapping[str, str], cls: type[NamedTuple]) -> dict[str, str]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is closest to an unknown one as a question, if there is one."""
+    """Return a question with the known name closest to an unknown one; empty without one."""
     close = get_close_matches(name, list(known), 1)
     return f"; did you mean {close[0]}?" if close else ""
 

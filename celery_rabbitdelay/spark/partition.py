@@ -39,7 +39,7 @@ from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds, se
 from celery_rabbitdelay.spark.options import WriteOptions
 
 #: The approximate bytes of rows in memory, if rows differ in their task or queue or if refused rows
-#: are collected, and the bytes of a row beside its values. Only rows that are in memory together
+#: are collected; and the bytes of a row without its values. Only rows that are in memory together
 #: share envelopes, or a file of refused rows.
 CHUNK_BYTES: Final = 64_000_000
 ROW_BYTES: Final = 1000
@@ -204,7 +204,7 @@ class PartitionSender:
                         if self.options.errors_path is None or not isinstance(why, ROW_ERRORS):
                             raise
                         self._refuse(members[bisect_right(numbers, number) - 1][0], why)
-                    # send_many took no rows behind too many refused ones.
+                    # After too many refusals, send_many took no more rows.
                     members = [] if failed.rest is None else members[numbers.index(failed.rest) :]
         self._write_refused()
 
@@ -240,7 +240,7 @@ class PartitionSender:
             yield row
 
     def _refuse(self, taken: Taken, error: Exception) -> None:
-        # Spark writes small and valid rows only.
+        # Rows that Spark has serialized are small and valid.
         if self.options.errors_path is None or isinstance(taken.row, WrittenRows):
             raise error
         self.report.refused[type(error).__name__] += 1
@@ -253,7 +253,7 @@ class PartitionSender:
         """Write the refused rows, with the types that they have in Spark, and their errors."""
         if self.options.errors_path is None or not self._refused:
             return
-        # Parquet has no columns of nulls alone.
+        # Parquet cannot store a column that has only nulls.
         kinds = re.sub('ype":"void"', 'ype":"string"', self.columns.schema.json())
         schema = T.StructType.fromJson(json.loads(kinds))
         for name in FURTHER:
@@ -280,7 +280,7 @@ def folder_of(path: str) -> tuple[fs.FileSystem, str]:
         filesystem, folder = fs.FileSystem.from_uri(path)
         filesystem.create_dir(folder, recursive=True)
     except (OSError, ValueError, NotImplementedError) as failed:
-        takes = f"takes the URI of a folder, or an absolute path, that can be written: {failed}"
+        takes = f"takes the URI or the absolute path of a folder that can be written: {failed}"
         raise InvalidOption("errorsPath", path, takes) from None
     return filesystem, folder
 

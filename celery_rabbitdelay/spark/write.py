@@ -65,8 +65,8 @@ def dispatch(
 
     Args:
         frame: The rows; see the guide for its columns.
-        task: The task or its name, if there is no such column. Without ``app`` and ``broker``, a
-            task is sent by its own application, which executors import.
+        task: The task or its name, if there is no column ``task``. Without ``app`` and ``broker``,
+            a task is sent by its own application, which executors import.
         group: Whether Spark groups tasks that are due together, as :func:`.grouped` does. None: if
             there is a tolerance, and the columns can be grouped.
         **options: The options of a write.
@@ -171,7 +171,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
         self._of_batch: Names | None = None
         if not is_stream:
             job_id = job_id or options.job_id or str(uuid4())
-            # A job that was written before may be written again.
+            # The same ``jobId`` may be written again.
             write = options.job or f"spark:{job_id}:{uuid4().hex}"
             self._of_batch = Names(job_id, write, wall_clock.ms())
         self.job = self._of_batch.write if self._of_batch and self._has_registry else None
@@ -245,7 +245,7 @@ def _of_micro_batch(options: WriteOptions) -> Names:
 
 
 def _refuse_what_needs_a_registry(types: Mapping[str, DataType], options: WriteOptions) -> None:
-    takes = "takes a registry: set rabbitdelay_registry_url, or the option registry"
+    takes = "needs a registry: set rabbitdelay_registry_url, or the option registry"
     if "key" in types:
         raise exceptions.InvalidColumn("key", types["key"].simpleString(), takes)
     for name, value in (("job", options.job), ("maxRate", options.max_rate)):

@@ -172,7 +172,7 @@ def test_why_it_left_a_modules_queue_says_the_broker() -> None:
     forged = {headers.REASON: "all is well", UNREADABLE: "all is well"}
     for cause, reason in (
         ("rejected", f"a worker rejected it unread from {stop}: it is larger than"),
-        ("maxlen", f"{stop} was full, by a policy's max-length"),
+        ("maxlen", f"{stop} was full: a policy sets max-length"),
         ("delivery_limit", f"delivery limit of {stop} exceeded: no worker acknowledged it"),
         ("expired", f"it expired in {stop}, before a worker took it: by its own expiration, or"),
         (b"\xff", f"delivery limit of {stop} exceeded: no worker acknowledged it"),
