@@ -70,37 +70,37 @@ TEST = -m pytest $(AT_ONCE)=$(PROCESSES) $(SMOKE_TESTS) $(filter-out $(SECURITY_
 test: $(VENV)/test.done  ## The tests of the kernel and the registry, all unit tests, and one test of each other room
 	$(BIN)/python $(TEST)
 
-coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half as long again)
+coverage: $(VENV)/test.done  ## The tests of make test, and which lines they reach (half as long again)
 	$(BIN)/coverage erase
 	$(BIN)/coverage run $(TEST)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-test-security: $(VENV)/test.done  #: The tests of permissions, allow-lists, signatures, bounds, secrets, TLS and versions, likewise
+test-security: $(VENV)/test.done  #: The tests of permissions, allow-lists, signatures, bounds, secrets, TLS and versions
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(SECURITY_TESTS)
 
-test-rooms: $(VENV)/test.done  #: The tests of ROOMS against real servers, likewise: make test-rooms ROOMS="web operations"
+test-rooms: $(VENV)/test.done  #: The tests of ROOMS against real servers: make test-rooms ROOMS="web operations"
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(call OF_ROOMS,$(ROOMS))
 
 test-%: $(VENV)/test.done  ## All tests of one room: test-kernel, -registry, -schedules, -operations, -metrics, -spark, -testing, -web
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(call OF_ROOMS,$*) $(wildcard tests/$*/unit)
 
-test-trouble: $(VENV)/test.done  #: The tests whose servers are killed, freeze or are full, likewise (ten minutes)
+test-trouble: $(VENV)/test.done  #: The tests whose servers are killed, freeze or are full (ten minutes)
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(TROUBLE_TESTS)
 
-test-browser: $(VENV)/test.done  #: The tests of the page in a real browser, likewise (six minutes)
+test-browser: $(VENV)/test.done  #: The tests of the page in a real browser (six minutes)
 	$(BIN)/pytest $(AT_ONCE)=2 $(BROWSER_TESTS)
 
-test-spark: $(VENV)/test.done  #: The tests that start Spark, likewise
+test-spark: $(VENV)/test.done  #: The tests that start Spark
 	$(BIN)/pytest $(AT_ONCE)=2 example_project/tests/test_pipelines.py $(call OF_ROOMS,spark) tests/spark/unit
 
 unit: $(VENV)/test.done  ## The tests that need no server
 	$(BIN)/pytest $(AT_ONCE)=2 $(UNIT)
 
-test-brokers: $(VENV)/test.done  #: Integration and acceptance on RabbitMQ 3.10, 4.0 and 4.3 (root)
+test-brokers: $(VENV)/test.done  #: Integration and acceptance tests on RabbitMQ 3.10, 4.0 and 4.3 (root)
 	$(BIN)/python -m tests.brokers
 
-test-upgrade: $(VENV)/test.done  #: The version before, from git, and this one on the same levels: 20,000 tasks
+test-upgrade: $(VENV)/test.done  #: The previous version, from git, and this one on the same levels: 20,000 tasks
 	$(BIN)/python -m tests.upgrade.beside
 
 test-valkey: $(VENV)/test.done  #: The registry's tests against Valkey in place of Redis (root)
@@ -121,7 +121,7 @@ travel: $(VENV)/test.done  #: Time travel: a year of forty schedules, and 200 se
 registry-mutants: $(VENV)/test.done  #: Break each line of the registry's scripts once; its tests have to notice
 	$(BIN)/python -m tests.mutation.scripts
 
-without: $(VENV)/test.done  ## Delete a ROOM in a copy, and those that stand on it; what is left works: make without ROOM=web
+without: $(VENV)/test.done  ## Delete a ROOM and the rooms that need it in a copy, and test the rest: make without ROOM=web
 	$(BIN)/python -m tests.without $(ROOM)
 
 planted: $(VENV)/test.done  ## Break each promise once; the tests have to notice (half an hour)
@@ -130,33 +130,33 @@ planted: $(VENV)/test.done  ## Break each promise once; the tests have to notice
 mutation: $(VENV)/test.done  #: Break the pure files in random places; the unit tests have to notice
 	$(BIN)/python -m tests.mutation
 
-chaos: $(VENV)/test.done  #: Every kind of trouble on clusters of RabbitMQ 4.3; what is lost, early, late (hours, root)
+chaos: $(VENV)/test.done  #: Every kind of trouble on clusters of RabbitMQ 4.3: report lost, early and late tasks (hours, root)
 	$(BIN)/python -m tests.chaos all
 
-chaos-short: $(VENV)/test.done  #: Three of these, in seven minutes
+chaos-short: $(VENV)/test.done  #: Three kinds of trouble of make chaos (seven minutes)
 	$(BIN)/python -m tests.chaos short
 
-probe: $(VENV)/test.done  #: Probes: each trouble with a round a minute, and as many rounds as a week has minutes (half an hour)
+probe: $(VENV)/test.done  #: Probes once a minute in each kind of trouble, and a week's rounds without trouble (half an hour)
 	RABBITDELAY_PROBE_INTERVAL=60 $(BIN)/pytest --numprocesses=4 tests/metrics/integration/test_probe.py -k trouble
 	RABBITDELAY_PROBE_ROUNDS=10080 $(BIN)/pytest tests/metrics/integration/test_probe.py -k sound
 
 hostile: $(VENV)/test.done  #: Malformed, oversized and forged messages against one worker after another (ten minutes)
 	$(BIN)/python -m tests.hostile --seconds 600
 
-fuzz: $(VENV)/test.done  #: A coverage-guided fuzzer of what anybody may have written (ten minutes)
+fuzz: $(VENV)/test.done  #: Fuzz the parsers of untrusted input, guided by coverage (ten minutes)
 	nice -n 10 $(BIN)/python -m tests.fuzz --seconds 600
 
-# One of those that `python -m tests.benchmarks list` names, or several.
+# One or several of the benchmarks that `python -m tests.benchmarks list` prints.
 NAME ?= list
 
 bench: $(VENV)/test.done  ## Benchmarks beside peers: `make bench NAME=sends`; without a name, their list
 	$(BIN)/python -m tests.benchmarks $(NAME)
 
-bench-beside: $(VENV)/test.done  #: The version before and this one, with a key too: modules, and sends
+bench-beside: $(VENV)/test.done  #: Benchmark modules and sends of the previous version and of this one, also with signing
 	$(BIN)/python -m tests.benchmarks beside --name modules --signing
 	$(BIN)/python -m tests.benchmarks beside --name sends --signing --turns 1
 
-journeys: $(VENV)/test.done  #: How many functions one send, one write and one message in distribution go through
+journeys: $(VENV)/test.done  #: Count the functions that one send, one write and one message in distribution call
 	$(BIN)/python tests/benchmarks/journeys.py
 
 lint: $(VENV)/check.done  ## ruff, and the direction of imports
@@ -177,5 +177,5 @@ pictures: $(VENV)/test.done  #: The pictures of the levels and of the page; thos
 tox: $(VENV)/check.done  #: Unit and integration tests on Celery 5.5, 5.6 and 5.7; lint, types, docs
 	$(BIN)/tox
 
-clean:  ## Remove what the other targets have made
+clean:  ## Remove all files that the other targets have made
 	rm -rf $(VENV) .tox docs/_build .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache

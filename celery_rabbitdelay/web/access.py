@@ -113,10 +113,10 @@ class Shield:
         answer: ASGIApp = self._inner
         if len(headers.getlist("host")) != 1 or not self._is_own_name(name):
             answer = PlainTextResponse(
-                "The page is not served under this name; its option 'hosts' lists the names.", 421
+                "The page does not serve this host name; its option 'hosts' lists the names.", 421
             )
         elif scope["method"] not in ("GET", "HEAD") and is_from_elsewhere(headers):
-            answer = PlainTextResponse("The request comes from another page.", 403)
+            answer = PlainTextResponse("The request comes from another site's page.", 403)
         await answer(scope, receive, send_with_headers)
 
     def _is_own_name(self, name: str) -> bool:
@@ -230,7 +230,7 @@ class EndedSessions:
         delays: The application's delays.
 
     Attributes:
-        known_since: Earlier sessions may have ended unnoticed. In seconds since 1970.
+        known_since: Seconds since 1970; sessions that began earlier may have ended unnoticed.
     """
 
     def __init__(self, delays: RabbitDelay) -> None:

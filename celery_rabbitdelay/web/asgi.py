@@ -116,7 +116,7 @@ class Server:
                 self._check_token(request, visitor, form)
                 if not user.may_act:
                     name = shown.printable(user.name)
-                    raise HTTPException(403, f"The role of {name} is viewer.")
+                    raise HTTPException(403, f"{name} is a viewer: only operators may act.")
                 fields = [*view_request.fields.multi_items(), *form.multi_items()]
                 view_request = replace(view_request, fields=Fields(fields))
             content = await run_in_threadpool(_content, page, view_request)
@@ -215,7 +215,7 @@ class Server:
         return self._html(request, "error", values, visitor, error.status_code)
 
     async def _broken(self, request: Request, error: Exception) -> Response:
-        """Answer a request that has failed by a fault of ours; Starlette logs the fault."""
+        """Answer a request that our own fault has broken; Starlette logs the fault."""
         failed = HTTPException(500, "An unexpected error. The server's log has the details.")
         return await self._failed(request, failed)
 

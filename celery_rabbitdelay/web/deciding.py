@@ -37,12 +37,12 @@ ACTIONS: Final = {
 #: How many tasks the confirmation lists.
 SHOWN: Final = 10
 
-#: The pages that a decision may lead back to.
+#: The pages that an action may lead back to.
 BACK: Final = ("waiting?", "waiting/task?")
 
 
 def decide(action: str, request: ViewRequest) -> dict[str, object]:
-    """Decide about the selected tasks one by one, up to the first error."""
+    """Cancel, postpone or run the selected tasks one by one, up to the first error."""
     decide, ids = _decision(request, _until(request, action)), _ids(request)
     outcomes: list[dict[str, str]] = []
     error = None
@@ -72,7 +72,7 @@ def _ids(request: ViewRequest) -> list[str]:
 
 
 def _back(request: ViewRequest) -> str:
-    """Return the page that a decision leads back to, with its query."""
+    """Return the page that an action leads back to, with its query."""
     back = request.fields.get("back", "")
     return back if back.startswith(BACK) else "waiting"
 
@@ -120,7 +120,7 @@ def _question(request: ViewRequest, search: Search, tasks: list[Pending]) -> dic
 
 
 def decide_all(request: ViewRequest) -> dict[str, object]:
-    """Begin to decide about all tasks that match and were sent before an instant."""
+    """Begin an action on all tasks that match and were sent before an instant."""
     action, end = request.fields.one_of("action", ACTIONS, ""), request.instant("sent_before")
     if end is None:
         raise Wrong("sent_before", "takes the instant that /api/waiting/all returns")

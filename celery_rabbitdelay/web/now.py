@@ -54,8 +54,8 @@ SENT = 3_600, 60
 #: The hint of Health while the management API does not answer.
 NEEDS: Final = (
     "The findings need the management API: rabbitmq-plugins enable rabbitmq_management, and a user "
-    "with the tag 'monitoring'. If it is not on the broker's host or has another user, name it in "
-    "the option 'management', or with --management"
+    "with the tag 'monitoring'. If it is not on the broker's host or has another user, set its URL "
+    "in the option 'management' of rabbitdelay_web, or with --management"
 )
 
 

@@ -101,8 +101,8 @@ class Options:
     hosts: Sequence[str] | None = None
 
     #: Signs the cookies; at least 32 bytes. None: a random secret, so users sign in again after a
-    #: restart. They also do without a registry, which stores the ended sessions. Several processes
-    #: that serve one page need a secret and a registry.
+    #: restart. Without a registry, which stores the ended sessions, they do so in any case. Several
+    #: processes that serve one page need a secret and a registry.
     secret: str | None = None
 
     #: Whether browsers use HTTPS although the proxy in between uses HTTP.
@@ -136,12 +136,12 @@ class Options:
         for name, user in (self.users or {}).items():
             _check_user(name, user)
         has_both = bool(self.proxy_header) == bool(self.proxies)
-        _check(has_both, "proxies", "proxy_header and proxies need each other")
+        _check(has_both, "proxies", "set both of proxy_header and proxies, or none")
         _check(callable(self.identify or bool), "identify", "takes a function of an ASGI scope")
         _check(callable(self.mask or bool), "mask", "takes a function of a task's name and a text")
         _check(self.loopback_role in get_args(Role), "loopback_role", _ROLES)
         is_long = self.secret is None or len(self.secret.encode()) >= MIN_SECRET
-        way = "python -c 'import secrets; print(secrets.token_hex(32))' makes one"
+        way = "python -c 'import secrets; print(secrets.token_hex(32))' makes a secret"
         _check(is_long, "secret", f"takes at least {MIN_SECRET} bytes: {way}")
         for name in ("proxies", "operators", "hosts"):
             _check(not isinstance(getattr(self, name), str), name, "takes a list of texts")
@@ -171,7 +171,7 @@ class Options:
             return str(self.mask(task, text))
         except Exception:
             logger.exception(
-                "rabbitdelay web: the option 'mask' has failed; arguments of %.200r are hidden",
+                "rabbitdelay web: the function 'mask' has failed; arguments of %.200r are hidden",
                 task,
             )
             return None
@@ -180,7 +180,7 @@ class Options:
 def _check_user(name: str, user: Mapping[str, str]) -> None:
     is_user = name and isinstance(user, Mapping) and not user.keys() - {"password", "role"}
     _check(is_user, "users", f"user {name!r} takes a password and a role")
-    way = "`celery rabbitdelay web --hash-password` makes one"
+    way = "`celery rabbitdelay web --hash-password` prints a hash"
     is_hashed = is_hash(user.get("password"))
     _check(is_hashed, "users", f"the password of user {name!r} is not hashed: {way}")
     has_role = user.get("role", "viewer") in get_args(Role)

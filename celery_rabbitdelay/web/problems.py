@@ -99,7 +99,7 @@ def _of_servers(
     undeliverable = backlog.others.get("undeliverable")
     if undeliverable is not None and undeliverable.messages:
         words = things(undeliverable.messages, "message is", "messages are")
-        words, about = f"{words} undeliverable{':' if reasons else ''}", _named(reasons)
+        words, about = f"{words} undeliverable{':' if reasons else ''}", _named(reasons, "reason")
         yield Problem("warning", words, about, page="undeliverable", shape="failed")
 
 
@@ -119,7 +119,7 @@ def _of_workers(
         words = "No worker serves distribution: due tasks do not reach their queues"
         yield Problem("danger", words, page="workers")
     elif unserved:
-        about = _named(Counter(unserved))
+        about = _named(Counter(unserved), "queue")
         yield Problem("danger", "No worker consumes queue", about, page="workers")
     for name, answer in sorted(answers.items()):
         if "error" in answer:
@@ -153,11 +153,11 @@ def _of_tasks(due: Due, unserved: Sequence[str]) -> Iterator[Problem]:
         yield Problem("warning", words, what, rest, "pauses", shape="held")
     if due.jobs:
         jobs = Counter({job: kinds.total() for job, kinds in due.jobs.items()})
-        words = things(jobs.total(), "task held until job", "tasks held until job")
-        about, page, fields = _named(jobs), "jobs", ""
+        words = f"{things(jobs.total(), 'task')} held until commit of job"
+        about, page, fields = _named(jobs, "job"), "jobs", ""
         if len(jobs) == 1 and len(about) <= shown.MOST_IN_ADDRESS:
             page, fields = "jobs/one", urlencode({"name": about}, errors="surrogatepass")
-        yield Problem("note", words, about, " is committed", page, fields, "job-open")
+        yield Problem("note", words, about, "", page, fields, "job-open")
 
 
 def _overdue(due: Due, kinds: Set[Kind], unserved: Counter[str]) -> Problem:
@@ -165,21 +165,19 @@ def _overdue(due: Due, kinds: Set[Kind], unserved: Counter[str]) -> Problem:
     names, firsts = Counter[str](), [due.firsts[each] for each in kinds if each in due.firsts]
     for each in kinds:
         names[each.task] += due.overdue[each]
-    cause = f"; no worker consumes queue {_named(unserved)}" if unserved else ""
+    cause = f"; no worker consumes queue {_named(unserved, 'queue')}" if unserved else ""
     since = f"; the first was due {shown.left(min(firsts))}" if firsts else ""
     terms = " ".join(["state:overdue", *(str(Term.of("task", each)) for each in names)])
     fields = urlencode({"q": terms}, errors="surrogatepass")
     fields = fields if len(fields) <= shown.MOST_IN_ADDRESS else "q=state:overdue"
-    words, about = things(names.total(), "task overdue:", "tasks overdue:"), _named(names)
+    words, about = things(names.total(), "task overdue:", "tasks overdue:"), _named(names, "name")
     return Problem("danger", words, f"{about}{cause}", since, "waiting", fields)
 
 
-def _named(counts: Counter[str]) -> str:
-    """Return the most frequent name and the number of others: ``a and 2 more``; empty for none."""
-    if not counts:
-        return ""
-    others = len(counts) - 1
-    return f"{counts.most_common(1)[0][0]}{f' and {others:,} more' if others else ''}"
+def _named(counts: Counter[str], noun: str) -> str:
+    """Return the most frequent name and the number of others: ``a and 2 more queues``."""
+    first, others = "".join(name for name, _ in counts.most_common(1)), len(counts) - 1
+    return f"{first} and {things(others, f'more {noun}')}" if others > 0 else first
 
 
 def _of_findings(found: Verification | None) -> Iterator[Problem]:

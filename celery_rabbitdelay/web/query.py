@@ -297,7 +297,7 @@ def _escaped(character: str) -> str:
 
 
 def _matcher(query: Query, name: str) -> Callable[[Pending | Kind], bool]:
-    """Return a predicate: a task or a kind matches a term of a name, or there are none."""
+    """Return a predicate: a task or a kind matches a term of a name, or no term has the name."""
     patterns = [each.parts for each in query.named(name)]
     text_of = attrgetter("task_id" if name == "id" else name)
     return lambda each: not patterns or any(_fits(one, text_of(each) or "") for one in patterns)

@@ -99,7 +99,7 @@ def edit(request: ViewRequest) -> dict[str, object]:
         changed["timezone"] = fields.needed("timezone").strip()
     found = _known(request)
     if not found.task:
-        lost = "Redis has lost the schedule's task: the application must put the schedule again."
+        lost = "Redis has lost the schedule's task: create the schedule anew in the application."
         raise HTTPException(409, lost)
     if found.args is None:
         hidden = "The schedule's arguments cannot be read here: see Celery's accept_content."

@@ -21,7 +21,7 @@ from celery_rabbitdelay.web.states import Holds
 from celery_rabbitdelay.web.view_request import ViewRequest
 
 #: The most records that a page of a search reads if no index holds exactly the matching tasks; and
-#: the most records with arguments.
+#: the most if it reads arguments, too.
 MOST_READ, MOST_READ_WHOLE = 1_000, 500
 
 #: How many of the newest jobs are counted beside a search.
@@ -217,7 +217,7 @@ def postpone_batches(delays: RabbitDelay, wanted: Filter, until: Until) -> Itera
 
     Raises:
         InvalidDelay: The new delay is too long.
-        NotTracked: The new time is earlier, and the task's message is unknown.
+        NotTracked: The due time would become earlier, and the task's message is unknown.
         RegistryUnavailable: Redis does not answer.
     """
     for part in delays.registry.index.parts(wanted):

@@ -54,7 +54,7 @@ class Glance(NamedTuple):
 
     Attributes:
         status: The counts of the queues.
-        rates: The changes per second since the reading before, by queue; empty at first. See
+        rates: The changes per second since the last reading, by queue; empty at first. See
             :func:`.rates_between`.
     """
 
@@ -201,7 +201,7 @@ class Work:
             self.error = refused.detail
         except Exception:
             self.error = "an unexpected error; the server's log has the details"
-            logger.exception("rabbitdelay web: the action %s has failed", self.key)
+            logger.exception("rabbitdelay web: %s %s has failed", self.verb.doing, self.about)
         try:
             action = f"{self.verb.done} {self.about} ({state}, of {self.total})"
             log_action(self.user, action, self.done)

@@ -212,7 +212,7 @@ def _overdue(request: ViewRequest, task: KnownTask) -> Iterator[Reason]:
         holder = "a worker has prefetched it, or " if counts.consumers else ""
         yield Reason(
             f"The task is due, and its queue is empty: {holder}its message was lost."
-            f"{_waits_on(task, held)} Run now sends a new message; only one of the two runs.",
+            f"{_waits_on(task, held)} 'Run now' sends a new message; the task runs only once.",
             "health",
         )
     elif not counts.consumers:

@@ -28,7 +28,7 @@ from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 #: that is kept.
 PERIOD, MOST_READ, MOST_BODY = 30.0, 1_000, 16_384
 
-#: The most bytes of a body that are shown and exported, as by ``undeliverable list --full``.
+#: The most bytes of a body on a page and in its JSON.
 SHOWN_BODY: Final = 2_000
 
 #: How many messages the page lists, and how many tasks and queues it offers as filters.
@@ -85,7 +85,7 @@ def _latest(site: Site, patience: float | None = None) -> Reading[list[Kept]]:
 
 
 def reasons(site: Site, glance: Glance) -> Counter[str]:
-    """Count the reasons of the undeliverable messages in the cache; a reading runs behind."""
+    """Count the reasons of the cached undeliverable messages; do not wait for a new reading."""
     counts = glance.status.backlog.others.get("undeliverable")
     kept = _latest(site, patience=0).value if counts is not None and counts.messages else None
     return Counter(each.message.found.reason for each in kept or ())
@@ -155,7 +155,7 @@ def message(request: ViewRequest) -> dict[str, object]:
 
 
 def _record(request: ViewRequest, kept: Kept) -> dict[str, Any]:
-    """Return a message as ``undeliverable list --full`` does, with masked or hidden arguments."""
+    """Return a message as ``undeliverable export`` does, with masked or hidden arguments."""
     record = read.as_record(kept.number, kept.message)
     del record["amqp_properties"]  # for programs that resend messages; contains arguments
     options, task, headers = request.site.options, record["task"] or "", record["headers"]

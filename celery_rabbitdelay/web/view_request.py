@@ -20,7 +20,7 @@ from celery_rabbitdelay.metrics.reading import why
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.site import Site
 
-#: The answer of pages about single tasks if the application has no registry.
+#: The answer of pages about single tasks if no registry is configured.
 NEEDS: Final = (
     "This needs the registry: pip install 'celery-rabbitdelay[registry]', set "
     "rabbitdelay_registry_url to the URL of a Redis, and rabbitdelay_track to 'all'"
@@ -98,7 +98,7 @@ class ViewRequest:
 
     Attributes:
         site: The state that all requests share.
-        user: The sender.
+        user: The user who sent the request.
         fields: The fields of the address and of the form.
     """
 
@@ -154,7 +154,7 @@ def fields_of(encoded: bytes) -> Fields:
     """Read the query of an address, or a form.
 
     Raises:
-        HTTPException: It is malformed, or has too many fields.
+        HTTPException: The text is malformed, or has too many fields.
     """
     text = encoded.decode("latin-1")
     try:

@@ -21,7 +21,7 @@ from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 #: The default number of tasks on a page, and the most.
 PAGE, MOST = 50, 500
 
-#: The most tasks on all pages so far.
+#: The most tasks that the pages so far can have listed.
 MOST_SEEN: Final = 10**9
 
 #: How many values of a term are counted: the most frequent.

@@ -249,7 +249,7 @@ def test_what_a_pause_or_an_open_job_holds_is_not_called_overdue(
             [f"{each['words']} {each['about']}" for each in of_tasks],
         )
 
-    waits = f"2 tasks held until job {job}"
+    waits = f"2 tasks held until commit of job {job}"
     overdue = f"1 task overdue: look; no worker consumes queue {queue}"
     assert counts() == (1, 2, [overdue, waits])
     for name, value in (("queue", queue), ("task", "look")):
@@ -598,7 +598,7 @@ def test_a_task_whose_message_was_lost_is_sent_again_by_run_now(
     wait_for(lambda: count(connection, queue) == 2, "the messages", PATIENCE)
     channel: Any = connection.default_channel
     channel.queue_purge(queue)
-    assert "Run now sends a new message" in why_not(browser, lost)[0]
+    assert "'Run now' sends a new message" in why_not(browser, lost)[0]
     assert browser.post("/waiting/run-now", id=[lost]).status_code == 200
     wait_for(lambda: count(connection, queue) == 1, "the message", PATIENCE)
     sent_before = browser.json("/waiting/all", q=listed)["sent_before"]

@@ -185,14 +185,14 @@ def test_what_servers_and_workers_say_is_known_without_the_management_api() -> N
         ("warning", "1 message is undeliverable", ""),
     ]
     (_, _, undeliverable) = words(look(backlog=lost), reasons=("full", "lost", "lost"))
-    assert undeliverable[1:] == ("1 message is undeliverable:", "lost and 1 more")
+    assert undeliverable[1:] == ("1 message is undeliverable:", "lost and 1 more reason")
     ((_, blocked, _),) = words(look(is_blocked=True))
     assert blocked.startswith("RabbitMQ blocks publishers")
     assert words(registry_error="away") == [("danger", "Redis cannot be reached", "away")]
     nobody = [("danger", "No worker answers", "")]
     assert words(workers=Reading({}), unserved=("mail",)) == nobody
     assert words(unserved=("mail", "bulk")) == [
-        ("danger", "No worker consumes queue", "mail and 1 more")
+        ("danger", "No worker consumes queue", "mail and 1 more queue")
     ]
     assert words(workers=Reading(error="no reply")) == [
         ("danger", "The workers cannot be reached", "no reply")
@@ -221,7 +221,7 @@ def test_tasks_that_are_due_are_named_with_what_holds_them() -> None:
         "2 tasks overdue: export; the first was due 3 min ago",
         "Paused, 1 task held: task mail.send (since 3 min ago)",
         "Paused, 0 tasks held: queue bulk (since 3 min ago, resumes in 57 min)",
-        "4 tasks held until job import 1 is committed",
+        "4 tasks held until commit of job import 1",
     ]
     assert [each.page for each in found] == ["waiting", "waiting", "pauses", "pauses", "jobs/one"]
     assert [each.fields for each in found] == [
@@ -236,7 +236,7 @@ def test_tasks_that_are_due_are_named_with_what_holds_them() -> None:
         look(), ONE_WORKER, None, due, None, ["mail"], Counter()
     )
     assert [unserved.about, overdue.about] == ["mail", "export"]
-    assert (of_jobs.page, of_jobs.about) == ("jobs", "a and 1 more")
+    assert (of_jobs.page, of_jobs.about) == ("jobs", "a and 1 more job")
 
 
 def test_findings_are_told_unless_they_are_notes_or_known_at_once() -> None:
