@@ -177,5 +177,5 @@ pictures: $(VENV)/test.done  #: The pictures of the levels and of the page; thos
 tox: $(VENV)/check.done  #: Unit and integration tests on Celery 5.5, 5.6 and 5.7; lint, types, docs
 	$(BIN)/tox
 
-clean:  ## Remove all files that the other targets have made
+clean:  ## Remove what the other targets have made
 	rm -rf $(VENV) .tox docs/_build .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
 """The operator's commands for waiting messages.
 
-* To look: ``status`` (waiting messages and the next due time), and ``verify`` (faults on the
+* To inspect: ``status`` (waiting messages and the next due time), and ``verify`` (faults on the
   broker) with ``inventory`` and ``checks``; ``management`` is the management API, and ``quirks``
   lists the differences between versions of RabbitMQ.
 * To manage the levels: ``export`` (the topology in other formats), ``permissions`` (of the
@@ -9,7 +9,7 @@
   acknowledges them once they are confirmed, and ``conversion`` converts messages of other levels
   and of Celery's own delays; ``move_commands`` has ``migrate``, ``transfer`` and ``adopt``.
 * ``undeliverable`` reads, redrives and deletes undeliverable messages; ``reasons`` finds out why a
-  message is undeliverable, and ``redriving`` decides whether it may leave.
+  message is undeliverable, and ``redriving`` checks whether it may leave.
 
 This package imports only the kernel. ``status`` and ``verify`` query other additions through the
 kernel's seams.

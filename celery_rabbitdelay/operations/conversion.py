@@ -55,7 +55,7 @@ class Migration:
 
     ================ ================================================================
     a level's queue  the target's levels, for the rest of the delay
-    meditation       the target's levels, likewise
+    meditation       the target's levels, for the rest of the delay
     distribution     the target's distribution, because it is due
     check-in         the target's check-in, as the client published it
     undeliverable    the target's ``undeliverable``, with the reason
@@ -63,7 +63,7 @@ class Migration:
 
     Attributes:
         source: The topology that the messages are in.
-        target: The topology that they go to.
+        target: The topology that the messages go to.
         ensure: Binds a destination queue to the target, by its name.
         signing_keys: The keys that verify and sign messages; None: signatures stay as they are.
         vouches: Whether to sign messages without a valid signature.
@@ -81,8 +81,8 @@ class Migration:
         Args:
             message: The message.
             queue: The name of its queue.
-            until_ms: When it leaves the levels, in milliseconds since 1970-01-01 UTC; None for its
-                due time.
+            until_ms: When the message leaves the levels, in milliseconds since 1970-01-01 UTC; None
+                for its due time.
 
         Raises:
             UnprocessableMessage: The message cannot come from these levels.
@@ -156,7 +156,7 @@ def check_places(source: Place, target: Place) -> None:
     """Check that two topologies share no queue.
 
     Raises:
-        SameTopology: Both have the same prefix in the same virtual host of the same broker.
+        SameTopology: Both topologies have the same prefix in the same virtual host.
         OSError: A broker cannot be reached.
     """
     prefix = target.topology.prefix
@@ -179,7 +179,7 @@ def check_source(source: Place) -> None:
 
     Raises:
         LayoutConflict: Another layout is declared under its prefix; the error lists differences.
-        TopologyIncomplete: None of its queues exists.
+        TopologyIncomplete: None of the topology's queues exists.
         OSError: The broker cannot be reached.
     """
     with source.connection.clone(heartbeat=0) as own:
@@ -255,11 +255,11 @@ def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[D
     Args:
         message: The message.
         queue: The chain's queue that held the message; its name ends with the level.
-        due: The due time in its headers. If it is missing, or earlier than the chain can end, the
-            latest end of the chain is used instead.
+        due: The due time in its headers. If the due time is missing, or earlier than the chain can
+            end, the latest end of the chain is used instead.
 
     Raises:
-        Stay: The routing key is not a chain's, or the message cannot be read.
+        Stay: The routing key does not belong to a chain, or the message cannot be read.
     """
     if UNREADABLE in headers_of(message):
         raise Stay("its properties cannot be read")
@@ -297,7 +297,8 @@ def routed(
 def _destination(queues: Sequence[Queue], routing_key: str) -> Destination:
     """Return a task's destination, by the bindings of the last exchange of Celery's chain.
 
-    These bindings begin with ``#``: see ``bind_queue_to_native_delayed_delivery_exchange``.
+    The patterns of these bindings begin with ``#``: see
+    ``bind_queue_to_native_delayed_delivery_exchange``.
     """
     bound = [
         (exchange.name, key)

@@ -33,7 +33,7 @@ class Inventory(NamedTuple):
         exchanges: Every exchange by its name, always with ``arguments``.
         bindings: Every binding, except those of the default exchange.
         consumers: The queues and the tags of all consumers, up to five seconds old.
-        policies: Every policy and every operator policy, told apart by ``kind``.
+        policies: Every policy and every operator policy, with its ``kind``.
         nodes: Whether a node of the cluster runs, by the node's name.
         alarmed: The nodes that are low on memory or disk space, as ``node rabbit@host``.
         disabled_flags: The feature flags that are disabled; read on RabbitMQ 3.10 only.

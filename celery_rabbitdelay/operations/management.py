@@ -1,7 +1,7 @@
 """RabbitMQ's management HTTP API.
 
 It needs the plugin ``rabbitmq_management`` and a user with the tag ``monitoring``; on RabbitMQ
-3.10, which shows feature flags to nobody else, with the tag ``administrator``:
+3.10, where only administrators see the feature flags, with the tag ``administrator``:
 https://www.rabbitmq.com/docs/management#permissions
 """
 
@@ -48,7 +48,7 @@ management_option: Final = click.option(
 
 
 class ManagementAPI:
-    """Asks the management HTTP API.
+    """A client of the management HTTP API.
 
     Args:
         url: ``http://user:password@host:15672``; ``https`` for TLS. A path is a ``path_prefix`` of
@@ -139,8 +139,8 @@ def management_api(connection: Connection, url: str | None = None) -> Management
     """Return the API at a URL; None: at the broker's host and the default port, with AMQP's user.
 
     Args:
-        connection: A connection to the broker; open, if its URL has several hosts: then its host is
-            the reached one.
+        connection: A connection to the broker; if the broker has several hosts, an open one, whose
+            host is used.
         url: The URL.
 
     Raises:

@@ -116,8 +116,9 @@ def migrate(pace: Pace, **options: Any) -> None:
 def transfer(from_url: str, pace: Pace, **options: Any) -> None:
     """Move all messages of another broker or virtual host into the application's levels.
 
-    Works between any two versions of RabbitMQ. Otherwise it behaves like migrate. The connection to
-    an amqps:// URL uses the application's broker_use_ssl; an amqp:// URL is not encrypted.
+    The command works between any two versions of RabbitMQ. Otherwise it behaves like migrate. The
+    connection to an amqps:// URL uses the application's broker_use_ssl; an amqp:// URL is not
+    encrypted.
     """
     shared.delays()  # checks the application
     _migrate(broker_at(shared.app(), from_url), pace, **options)

@@ -1,8 +1,8 @@
 """Moves messages from queues to another place: publish, wait for the confirm, acknowledge.
 
-The commands migrate, transfer, adopt, redrive and purge use it, each with its own conversion. If
-the process dies, the broker requeues the unacknowledged messages. The target may have confirmed
-some of them already; they then exist twice. No message is lost, and the move can be started again.
+The commands migrate, transfer, adopt, redrive and purge each supply a conversion. If the process
+dies, the broker requeues the unacknowledged messages. The target may have confirmed some of them
+already; they then exist twice. No message is lost, and the move can be started again.
 
 Messages that a consumer of a quorum queue holds do not expire. Therefore the remaining delay of a
 message is computed from its due time when it is published. :class:`Destinations` binds the
@@ -65,10 +65,10 @@ class Destinations:
 
     Args:
         target: The target.
-        known: The queues that the application knows, by their names. They are declared with the
+        known: The queues that the application knows, by their names, declared with the
             application's arguments.
-        may_bind: Returns whether another queue may be bound. A stranger may have written its name
-            into a routing key, and every producer can reach a queue that is bound to the levels.
+        may_bind: Returns whether another queue may be bound. A stranger may have written the
+            queue's name into a routing key, and every producer can reach a bound queue.
 
     Attributes:
         target: The target.
@@ -244,8 +244,8 @@ class Mover:
 
         Raises:
             PublishError: The target accepts no more messages.
-            OSError: A broker cannot be reached, its connection was lost, or it refuses to let a
-                queue be read. Messages that are not moved remain in their queues.
+            OSError: A broker cannot be reached, a connection was lost, or the broker refuses access
+                to a queue. Messages that are not moved remain in their queues.
             amqp.AMQPError: A broker refuses the connection or a declaration.
         """
         began = time.monotonic()
@@ -343,7 +343,7 @@ class Mover:
     def _publication(self, message: amqp.Message) -> Publication | None:
         """Return what to publish for a message; None if it stays, or is deleted.
 
-        Its context is the message, and the reason if the message is undeliverable, else "".
+        The publication's context is the message, and the reason if it is undeliverable, else "".
         """
         content, reason = None, ""
         try:

@@ -1,8 +1,8 @@
 """The differences between versions of RabbitMQ: quirks, our answers, and the versions affected.
 
 No other file compares versions, except with :data:`OLDEST`. Quirks without a source were measured
-on 3.10.8, 4.0.5 and 4.3.6. To add one, name it here; where code depends on the version, it asks
-``NAME.is_in(version)``, and where all versions are treated alike, a comment names the quirk.
+on 3.10.8, 4.0.5 and 4.3.6. To add a quirk, define it here. Code that depends on the version
+calls ``NAME.is_in(version)``; where all versions are treated alike, a comment names the quirk.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ PASSIVE_PERMISSION: Final = Quirk(first=(4, 3))
 #: ACCESS_REFUSED does not say which permission is missing. The refused method tells which.
 UNNAMED_PERMISSION: Final = Quirk(last=(3,))
 
-#: The management API does not list the bindings of a queue whose node is away. verify asks for no
-#: binding of such a queue.
+#: The management API does not list the bindings of a queue whose node is away. verify expects
+#: no binding of such a queue.
 UNLISTED_BINDINGS: Final = Quirk(last=(4, 2))
 
 

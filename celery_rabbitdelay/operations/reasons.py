@@ -43,10 +43,10 @@ class Undeliverable:
         task_id: The task's id; None if the message is not a Celery task.
         task: The task's name; None if the message is not a Celery task.
         queue: The queue that the message was delayed for; None if unknown.
-        due: Its due time, aware; None if unknown or after the year 9999.
-        reason: Why it could not be delivered, and which of its headers have invalid values.
-        last_stop: The last level queue it passed, or None.
-        since: When its first delivery failed, aware; None if unknown.
+        due: The due time, aware; None if unknown or after the year 9999.
+        reason: Why the message could not be delivered, and which headers have invalid values.
+        last_stop: The last level queue that the message passed, or None.
+        since: When the first delivery failed, aware; None if unknown.
     """
 
     task_id: str | None

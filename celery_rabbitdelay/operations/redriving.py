@@ -208,9 +208,9 @@ class Redriving:
         """Return the destination that a message was meant for.
 
         Args:
-            parsed: Its headers.
-            problems: The problems of its headers.
-            queue_in_key: The queue in its routing key.
+            parsed: The message's headers.
+            problems: The problems of the message's headers.
+            queue_in_key: The queue in the message's routing key.
             key_of_client: The routing key of a message that check-in has not accepted.
         """
         if self.to is not None:

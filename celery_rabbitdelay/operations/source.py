@@ -56,7 +56,7 @@ LOOK_EVERY: Final = 0.02
 
 
 class SourceLost(OSError):
-    """The connection to the queues is lost, or the broker refuses to let them be read.
+    """The connection to the queues is lost, or the broker refuses access to the queues.
 
     The broker requeues all unacknowledged messages, at the latest when the connection is closed.
     """
@@ -70,7 +70,7 @@ class Source:
     Args:
         like: A connection to the broker; another one like it is opened.
         timeout: Seconds for an answer of the broker.
-        priority: The priority of its consumers; others have priority 0.
+        priority: The priority of the consumers; other consumers have priority 0.
 
     Attributes:
         connection: The connection.
@@ -82,7 +82,7 @@ class Source:
 
     Raises:
         OSError: The broker cannot be reached.
-        amqp.AMQPError: It refuses the connection.
+        amqp.AMQPError: The broker refuses the connection.
     """
 
     def __init__(self, like: Connection, timeout: float, priority: int = 0) -> None:
@@ -235,7 +235,7 @@ class Source:
     def _wait_until_back(self, queues: Sequence[str]) -> None:
         """Wait until requeued messages are ready, so that the next reader finds them.
 
-        Another consumer may receive them, so the wait is short.
+        Another consumer may receive the messages, so the wait is short.
         """
         deadline = time.monotonic() + PUT_BACK_TIMEOUT
         while self._held and time.monotonic() < deadline:
@@ -285,7 +285,7 @@ def waiting(connection: Connection, queues: Sequence[str]) -> dict[str, int]:
 
     Args:
         connection: A connection to the broker.
-        queues: Their names; missing ones are skipped.
+        queues: The names of the queues; missing queues are skipped.
     """
     counts = declaration.queue_counts(connection, [Queue(name) for name in queues])
     return {name: found.messages for name, found in counts.items() if found and found.messages}

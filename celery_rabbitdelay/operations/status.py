@@ -29,14 +29,14 @@ class Status(NamedTuple):
     """A snapshot of a topology.
 
     Attributes:
-        taken_at: When it was taken, in seconds of :func:`time.monotonic`.
+        taken_at: When the snapshot was taken, in seconds of :func:`time.monotonic`.
         backlog: The number of messages in every queue.
         workers: The workers' answers, by their names.
         due_within_ms: The most milliseconds until the next message comes due, computed from the
-            depths of the queues; None if nothing waits. It may come due much earlier: a queue does
-            not show how long its first message has waited.
+            depths of the queues; None if nothing waits. The message may come due much earlier: a
+            queue does not show how long its first message has waited.
         next_due: The due time of the next tracked task; None without a tracked task.
-        paused: The due tasks that wait until they are resumed.
+        paused: The pauses of tasks and queues, as mappings.
         registry_error: Why the registry could not be asked; None if it answered.
         is_blocked: Whether the broker blocks publishers; then the workers are not asked.
     """
@@ -61,7 +61,7 @@ def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0)
 
     Raises:
         kombu.exceptions.OperationalError: The broker cannot be reached.
-        amqp.exceptions.AMQPError: It refuses to answer.
+        amqp.exceptions.AMQPError: The broker refuses to answer.
     """
     topology = delays.topology
     backlog = backlog_of(connection, topology)
@@ -87,8 +87,8 @@ def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0)
 def due_within(topology: Topology, backlog: Backlog) -> int | None:
     """Return the most milliseconds until the next message comes due; None if nothing waits.
 
-    A message in the queue of a digit waits for that digit at most, and then at most for the largest
-    digits of all lower levels.
+    A message in a digit's queue waits at most for that digit, and then for the largest digits of
+    all lower levels.
     """
     return min((within_ms for within_ms, _ in _bounds(topology, backlog)), default=None)
 
@@ -97,7 +97,7 @@ def due_at_least(topology: Topology, backlog: Backlog, within_ms: int) -> int:
     """Return the least number of messages that come due within a time in milliseconds.
 
     Counts the messages whose longest possible remaining delay is within that time. The messages of
-    all other queues may come due in it, too: a queue does not show how long they have waited.
+    other queues may come due in this time, too: a queue does not show how long they have waited.
     """
     return sum(messages for bound, messages in _bounds(topology, backlog) if bound <= within_ms)
 

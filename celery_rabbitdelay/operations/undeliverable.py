@@ -42,11 +42,11 @@ class UndeliverableMessage(NamedTuple):
     """A copy of a message that could not be delivered.
 
     Attributes:
-        found: Its task, its queue and due time, and why it could not be delivered.
+        found: The message's task, queue and due time, and why it could not be delivered.
         headers: Its headers.
         body: Its body.
-        exchange: The exchange that it was last published to.
-        routing_key: The routing key that it was last published with.
+        exchange: The exchange of the last publication.
+        routing_key: The routing key of the last publication.
         properties: Its other properties.
     """
 
@@ -125,7 +125,7 @@ class Contents:
     Attributes:
         tasks: Their names.
         ids: Their ids.
-        queues: Their queues, as far as the headers name them.
+        queues: The queues of the tasks, as far as the headers have them.
         messages: How many messages an envelope holds; None if the message is not an envelope, or
             cannot be opened.
     """
@@ -160,12 +160,12 @@ class UndeliverableFilter:
     Attributes:
         tasks: Names of tasks; ``*`` and ``?`` are wildcards. An envelope matches if one of its
             tasks does.
-        queues: Names of queues, likewise.
+        queues: Names of queues, with the same wildcards.
         ids: Ids of tasks, or of messages (``message_id``, ``correlation_id``).
         reasons: Parts of reasons; with ``*`` or ``?``, a pattern for the whole reason.
         older_than: The shortest time that a message has been undeliverable. If its headers lack
             that time, the message is not chosen.
-        newer_than: The longest time, likewise.
+        newer_than: The longest time that a message has been undeliverable.
     """
 
     tasks: Collection[str] = ()
@@ -259,7 +259,7 @@ def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
     """Return a message's entry in a list of messages.
 
     Args:
-        number: Its place in the queue, from 1.
+        number: The message's place in the queue, from 1.
         message: The message.
     """
     found, redriven = message.found, message.headers.get(header_names.REDRIVEN)
@@ -286,7 +286,7 @@ def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
     AMQP 0-9-1 encodes them (2.3.5.2 and 4.2.6.1), in base64.
 
     Args:
-        number: Its place in the queue, from 1.
+        number: The message's place in the queue, from 1.
         message: The message.
     """
     return {
@@ -314,7 +314,7 @@ def shown_body(body: bytes, most: int) -> dict[str, object]:
 
     Args:
         body: The body.
-        most: The most bytes of it to return.
+        most: The most bytes to return.
     """
     is_cut_off = len(body) > most
     return {"size": len(body), "is_cut_off": is_cut_off, **_text_or_base64(body[:most], is_cut_off)}
@@ -335,8 +335,8 @@ class RemovalReport(Moved):
 
     Attributes:
         present: The number of messages at the start.
-        examined: How many of them were read.
-        matched: How many of the read messages were chosen; ``left`` counts those of them that stay.
+        examined: The number of messages that were read.
+        matched: How many of the read messages were chosen; ``left`` has those that stay.
         stopped: The reason for ending before the last message; None at a regular end. A text that
             is set meanwhile ends the removal before the next message.
     """

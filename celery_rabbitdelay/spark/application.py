@@ -103,7 +103,7 @@ def find_task(app: Celery, name: str | None, allows_unknown: bool) -> CeleryTask
         allows_unknown: Whether to allow a task that the application does not know.
 
     Raises:
-        InvalidOption: The application does not know it.
+        InvalidOption: The application does not know the task.
     """
     if name is None:
         return None

@@ -39,8 +39,8 @@ MICROSECOND: Final = timedelta(microseconds=1)
 def task_id(job_id: str, values: Mapping[str, object] | Sequence[object]) -> str:
     """Return the id of the task that a write sends for a row.
 
-    Use it to find the task again: to cancel it, or to look for its result. It opens no connection
-    and needs no Spark session.
+    Use the id to find the task again: to cancel it, or to look for its result. The function opens
+    no connection and needs no Spark session.
 
     Args:
         job_id: The option ``jobId`` of the write. For a stream, ``f"{job_id}:{batch}"`` with the
@@ -68,7 +68,7 @@ class TaskIds:
     """Derives the ids of tasks from their rows.
 
     Args:
-        job_id: Part of every id: the same row has another id under another job.
+        job_id: Part of every id: under another job, the same row gets another id.
 
     Attributes:
         namespace: The namespace of the ids.
@@ -84,7 +84,7 @@ class TaskIds:
         """Return the id of the row with these values, in the order of the columns' names.
 
         Raises:
-            TypeError: JSON cannot express one of them.
+            TypeError: JSON cannot express one of the values.
         """
         # Equals uuid5, which takes three times as long: rows come by the million.
         name = self._begin + self._encode(values).encode()
@@ -150,7 +150,7 @@ class Taken(NamedTuple):
     """A row of the DataFrame, or several rows of one envelope.
 
     Attributes:
-        shared: The arguments that it shares with other rows; meaningless if the row is invalid.
+        shared: The arguments that the row shares with others; meaningless if the row is invalid.
         row: The row for ``send_many``, with its id; the error of an invalid row; or rows that Spark
             has serialized.
         given: All values of the row, by the names of the columns in :attr:`Columns.types`.

@@ -34,9 +34,9 @@ Rows: TypeAlias = "Iterator[tuple[object, ...] | pa.RecordBatch]"
 
 
 class RabbitDelayDataSource(DataSource):
-    """Writes delayed tasks, and reads waiting ones. Spark finds it by its name.
+    """Writes delayed tasks, and reads waiting tasks. Spark finds it by the format's name.
 
-    Its options are those of :class:`.WriteOptions` and :class:`.ReadOptions`, in camel case.
+    The options are those of :class:`.WriteOptions` and :class:`.ReadOptions`, in camel case.
     """
 
     @classmethod

@@ -73,7 +73,7 @@ def can_be_written(name: str, kind: T.DataType, is_argument: bool) -> bool:
     Args:
         name: Its name.
         kind: Its type.
-        is_argument: Whether its values are also written as ``repr``, and not only for an id.
+        is_argument: Whether the values are also written as ``repr``, and not only for an id.
     """
     if re.fullmatch(PLAIN_NAME, name) is None:
         return False

@@ -59,7 +59,7 @@ def grouped(frame: DataFrame, **options: Any) -> DataFrame:
 
     Args:
         frame: The rows, with the columns that the format takes, except ``key``, ``task``,
-            ``queue``, ``tolerance``, ``priority`` and ``headers``. It must not be a stream.
+            ``queue``, ``tolerance``, ``priority`` and ``headers``. A stream cannot be grouped.
         **options: The options of the write.
 
     Raises:

@@ -24,7 +24,7 @@ OF_TABLE: Final = "option."
 class Option(NamedTuple):
     """The values that an option takes, in the annotation of its attribute.
 
-    To add one, add an attribute: ``job_id`` is the option ``jobId``.
+    To add an option, add an attribute: ``job_id`` is the option ``jobId``.
 
     Attributes:
         takes: The values in words, for errors.
@@ -77,19 +77,19 @@ class ApplicationOptions(NamedTuple):
     """The Celery application.
 
     Attributes:
-        app: Its import path, as for ``celery -A``; None if the other options describe it.
+        app: The import path of the application, as for ``celery -A``; None without one.
         broker: The URL of RabbitMQ; given without its password, which is then inserted.
-        broker_password: The password. Spark hides options of such a name in plans and logs
+        broker_password: The password. Spark hides options of this name in plans and logs
             (``spark.redaction.regex``).
-        registry: The URL of the registry's Redis, likewise.
-        registry_password: Its password.
+        registry: The URL of the registry's Redis, without its password.
+        registry_password: The password of Redis.
         prefix: ``rabbitdelay_prefix``.
         layout: ``rabbitdelay_layout``, by name.
         broker_ca_file: For TLS, the file with the certificates of authorities; None for the
             system's.
-        broker_cert_file: The file with the client's certificate. Like the other two, it has to
-            exist on the driver and on each executor.
-        broker_key_file: The file with its private key; None if that is in ``broker_cert_file``.
+        broker_cert_file: The file with the client's certificate. All three files have to exist on
+            the driver and on each executor.
+        broker_key_file: The file with the client's private key; None: in ``broker_cert_file``.
     """
 
     app: Annotated[str | None, TEXT] = None
@@ -197,7 +197,7 @@ class WriteOptions(NamedTuple):
         """Read the options.
 
         Raises:
-            InvalidOption: One of them is unknown, or has an invalid value.
+            InvalidOption: An option is unknown, or has an invalid value.
         """
         given = _known(options, cls)
         found = cls(ApplicationOptions.of(given), **_read(cls, given))
@@ -248,7 +248,7 @@ class ReadOptions(NamedTuple):
         """Read the options.
 
         Raises:
-            InvalidOption: One of them is unknown, or has an invalid value.
+            InvalidOption: An option is unknown, or has an invalid value.
         """
         given = _known(options, cls)
         return cls(ApplicationOptions.of(given), **_read(cls, given, given.get("what", "pending")))
@@ -278,7 +278,7 @@ def _import_path(app: celery.Celery) -> str:
     """Return the import path of an application, for executors.
 
     Raises:
-        InvalidOption: It is in no module that executors can import.
+        InvalidOption: No module that executors can import has the application.
     """
     for path, module in [*sys.modules.items()]:
         # Executors have another main module, and another default application in Celery's modules.
@@ -294,7 +294,7 @@ def _known(options: Mapping[str, str], cls: type[NamedTuple]) -> dict[str, str]:
     """Return the options with names in lower case, as Spark passes them.
 
     Raises:
-        InvalidOption: One of them is unknown.
+        InvalidOption: An option is unknown.
     """
     given = {name.lower(): value for name, value in options.items()}
     if "provider" in given:

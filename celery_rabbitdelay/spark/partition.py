@@ -1,4 +1,4 @@
-"""Sends the rows of one partition by ``send_many``; refused rows fail it, or are collected."""
+"""Sends the rows of one partition by ``send_many``; refused rows end it, or are collected."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class PartitionReport(Counts, WriterCommitMessage):
     """The report of one partition, with its :class:`.Counts`.
 
     Attributes:
-        partition: Its number.
+        partition: The partition's number.
         job: The job of the registry; empty without a registry.
     """
 
@@ -171,7 +171,7 @@ class PartitionSender:
         """Return a task, or its name if only that is known.
 
         Raises:
-            InvalidRow: The application does not know it.
+            InvalidRow: The application does not know the task.
         """
         if name not in self._tasks:
             try:

@@ -119,8 +119,8 @@ class Names(NamedTuple):
     Attributes:
         job_id: The text from which the ids of the tasks are derived.
         write: The name of the write, which is its job if there is a registry.
-        began_ms: When it began, in milliseconds since 1970-01-01 UTC: rows that were due before
-            are past.
+        began_ms: When the write began, in milliseconds since 1970-01-01 UTC: rows that were due
+            before are past.
     """
 
     job_id: str
@@ -137,8 +137,8 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
     Args:
         schema: The schema of the rows.
         options: The options.
-        job_id: The text from which ids are derived; None for that of the options, or a random one.
-        is_stream: Whether it writes a stream.
+        job_id: The text from which ids are derived; None: the text in the options, or a random one.
+        is_stream: Whether the rows are a stream.
 
     Attributes:
         job: The job of the registry; None without a registry, and for a stream.
@@ -226,7 +226,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
         """Open the job, unless another executor has.
 
         Raises:
-            JobClosed: It was aborted already, or has expired.
+            JobClosed: The job was aborted already, or has expired.
         """
         try:
             app.rabbitdelay.registry.jobs.open(job, milliseconds(self._options.job_expires))

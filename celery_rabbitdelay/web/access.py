@@ -49,8 +49,8 @@ HEADERS: Final = {
 #: error.
 SECURE_HEADERS: Final = {**HEADERS, "Cross-Origin-Opener-Policy": "same-origin"}
 
-#: How many wrong passwords a name may try from one place within so many seconds, and the pause
-#: between further attempts, in seconds.
+#: The most wrong passwords for a name from one place, the seconds for which they count, and the
+#: seconds between further attempts.
 MOST_WRONG, WRONG_WITHIN, PAUSE = 10, 60.0, 1.0
 
 #: How many wrong passwords are remembered; older ones are forgotten.
@@ -155,7 +155,7 @@ class Session(NamedTuple):
     Attributes:
         key: A random word; the tokens of the session's forms are bound to it.
         name: The user who has signed in; empty for none.
-        proof: Ties the session to the user's password at that time.
+        proof: Ties the session to the user's password at sign-in.
     """
 
     key: str
@@ -172,7 +172,7 @@ class Sessions:
     """Writes and reads signed cookies and form tokens.
 
     Args:
-        secret: Signs them; None for a random secret.
+        secret: Signs cookies and tokens; None for a random secret.
     """
 
     def __init__(self, secret: str | None = None) -> None:
@@ -194,8 +194,8 @@ class Sessions:
     def read(self, cookie: str | None, name: str = COOKIE, since: float = 0) -> Session | None:
         """Return the session in a cookie.
 
-        None if the cookie has expired, or was not signed here under this name, or if it is a
-        user's and older than ``since`` (seconds since 1970).
+        None if the cookie has expired, was not signed here under this name, or belongs to a user
+        and is older than ``since`` (seconds since 1970).
         """
         try:
             found, written = self._serializers[name].loads(

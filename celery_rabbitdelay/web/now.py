@@ -148,13 +148,13 @@ class Row(NamedTuple):
 
     Attributes:
         name: The name of the task or the queue; empty for tasks that an exchange routes.
-        waiting: All that wait, due or not.
+        waiting: The waiting tasks, due or not.
         next_due: The next due time.
-        in_an_hour: Due within an hour.
-        overdue: Due and not held, but not arrived.
-        held: Due, and held by a pause or an open job.
-        job_open: Due, and held by an open job.
-        cancelled: Cancelled, with messages that still wait in the levels.
+        in_an_hour: The tasks that are due within an hour.
+        overdue: The due tasks that are not held and have not arrived.
+        held: The due tasks that a pause or an open job holds.
+        job_open: The due tasks that an open job holds.
+        cancelled: The cancelled tasks whose messages still wait in the levels.
         late: The 99th percentile of the lateness, for display; empty if unknown.
     """
 
@@ -170,7 +170,7 @@ class Row(NamedTuple):
 
 
 def _rows(waits: Waits, by: str, late: Mapping[str, str]) -> list[Row]:
-    """Return a row per task or queue, those with overdue or held tasks first."""
+    """Return a row per task or queue, rows with overdue or held tasks first."""
     rows, due, job_open, held = list[Row](), waits.due, waits.due.job_open, waits.due.held
     for name, kinds in _groups(waits, by).items():
         nexts = [each.next_due_ms for each in kinds if each.next_due_ms is not None]

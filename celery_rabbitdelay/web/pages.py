@@ -28,13 +28,13 @@ class Page(NamedTuple):
     """A page.
 
     Attributes:
-        path: Its path, without a leading slash.
+        path: The page's path, without a leading slash.
         view: Returns its content.
-        title: Its title; empty for an action that redirects to another page.
-        template: The name of its template, without ``.html``; empty for such an action.
-        in_menu: Whether it is in the menu.
+        title: The page's title; empty for an action that redirects to another page.
+        template: The name of the template, without ``.html``; empty for such an action.
+        in_menu: Whether the page is in the menu.
         refresh: Seconds after which an open page refreshes; 0 for never.
-        is_action: Whether it changes something; an operator posts a form with a token.
+        is_action: Whether the page changes something; an operator posts a form with a token.
     """
 
     path: str

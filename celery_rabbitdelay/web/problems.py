@@ -19,7 +19,7 @@ from celery_rabbitdelay.web.states import Due
 #: Seconds of lateness from which a probe is a problem.
 LATE: Final = 10.0
 
-#: The codes of findings that other sources report sooner, and without the management API.
+#: The codes of findings that other sources report earlier, and without the management API.
 KNOWN_AT_ONCE: Final = ("publishers-blocked", "missing", "registry-unavailable")
 
 

@@ -57,8 +57,8 @@ class Term(NamedTuple):
     unprintable characters are written as ``\u{202e}``.
 
     Attributes:
-        name: Its name, one of :data:`NAMES`; empty for a word.
-        parts: The texts between its wildcards; without wildcards, the whole text.
+        name: The term's name, one of :data:`NAMES`; empty for a word.
+        parts: The texts between the wildcards; without wildcards, the whole text.
     """
 
     name: str
@@ -166,8 +166,8 @@ class Span(NamedTuple):
     """A span of time.
 
     Attributes:
-        start: Its first instant, in milliseconds since 1970-01-01 UTC; None for no start.
-        end: The first instant after it, likewise; None for no end.
+        start: The first instant, in milliseconds since 1970-01-01 UTC; None for no start.
+        end: The first instant after the span, in the same unit; None for no end.
     """
 
     start: int | None

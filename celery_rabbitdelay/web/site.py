@@ -151,8 +151,8 @@ class Verb(NamedTuple):
     """The names of an action on the pages and in the log.
 
     Attributes:
-        doing: While it runs: "cancelling".
-        done: After its end: "cancelled".
+        doing: The name while the action runs: "cancelling".
+        done: The name after the action has ended: "cancelled".
     """
 
     doing: str
@@ -164,17 +164,17 @@ class Work:
     """A long action.
 
     Attributes:
-        user: The user who began it.
-        verb: Its names.
-        about: Its subject: "all tracked tasks".
-        total: How many tasks or messages it is expected to change.
-        back: The path and the query of the page that it was begun on.
-        key: A random word that identifies it.
-        began: When it began.
-        stopping: Set to stop it after the current batch or message.
-        done: How many tasks or messages it has changed.
+        user: The user who began the action.
+        verb: The action's names.
+        about: The action's subject: "all tracked tasks".
+        total: How many tasks or messages the action is expected to change.
+        back: The path and the query of the page on which the action was begun.
+        key: A random word that identifies the action.
+        began: When the action began.
+        stopping: Set to stop the action after the current batch or message.
+        done: How many tasks or messages the action has changed.
         state: ``running``, ``done``, ``stopped`` or ``failed``.
-        error: The error that ended it.
+        error: The error that ended the action.
     """
 
     user: User
@@ -280,8 +280,8 @@ def log_action(user: User, action: str, number: int, about: object = None) -> No
     Args:
         user: The user.
         action: The action, in the past: "cancelled".
-        number: How many tasks, messages or other things it has changed.
-        about: Their names.
+        number: How many tasks, messages or other things the action has changed.
+        about: The names of these things.
     """
     shown = "" if about is None else f" {about!r:.1000}"
     logger.info("rabbitdelay web: %r has %s: %d%s", user.name, action, number, shown)

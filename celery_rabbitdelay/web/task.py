@@ -77,7 +77,7 @@ class Event(NamedTuple):
 
     Attributes:
         place: ``past``, ``here`` (now) or ``ahead``.
-        at: Its time; None for now, and if unknown.
+        at: The event's time; None for now, or if unknown.
         words: The event; no untrusted text.
         queues: The queues that the task is in or goes to, with their message counts; None for an
             unknown count.
@@ -107,7 +107,7 @@ def _history(
         task: The task.
         first_due: The due time of its first message.
         state: The task's state.
-        once_due: Its state once it is due, if nothing changes.
+        once_due: The task's state once it is due, if nothing changes.
     """
     now, queue = wall_clock.now(), {task.queue: None} if task.queue else {}
     if task.sent is not None:

@@ -54,8 +54,8 @@ class Kept(NamedTuple):
     """A cached message.
 
     Attributes:
-        number: Its place in the queue, from 1.
-        name: Its name, stable across readings; copies of one message share a name.
+        number: The message's place in the queue, from 1.
+        name: The message's name, stable across readings; copies of one message share a name.
         message: The message; a body over :data:`MOST_BODY` bytes is left out.
         body: The displayed part of the body.
     """

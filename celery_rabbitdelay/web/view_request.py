@@ -39,7 +39,7 @@ class Wrong(HTTPException):
 
     Args:
         name: The field's name.
-        why: The values that it takes.
+        why: The values that the field takes.
     """
 
     def __init__(self, name: str, why: str) -> None:
