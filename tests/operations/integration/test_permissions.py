@@ -287,7 +287,7 @@ def hand_in(acting: Acting) -> None:
 
 def delete_all(acting: Acting) -> None:
     """The levels go, and come again for what follows."""
-    acting.command("delete --yes", "only the management API shows")
+    acting.command("delete --yes", "cannot count the due messages")
     acting.command("declare --queues")
 
 

@@ -330,7 +330,7 @@ def test_a_wrong_option_says_what_it_takes_and_not_its_value(make: Make) -> None
         ({"users": {"ada": {"password": costly}}}, "is not hashed"),
         ({"users": {"ada": {**USERS["ada"], "role": "admin"}}}, "takes one of viewer, operator"),
         ({"users": USERS, "identify": print}, "only one of users, proxy_header and identify"),
-        ({"proxies": ["10.0.0.1"]}, "need each other"),
+        ({"proxies": ["10.0.0.1"]}, "set both of proxy_header and proxies"),
         ({"proxy_header": "X-User", "proxies": ["here"]}, "takes addresses and networks"),
         ({"secret": "secret word"}, "at least 32 bytes"),
     ]
