@@ -193,7 +193,7 @@ def status_lines(topology: Topology, status: Status, with_digits: bool = False) 
     if backlog.missing:
         yield f"  {len(backlog.missing)} queues are missing: {shared.first_of(backlog.missing)}"
     if status.registry_error is not None:
-        yield f"next due: unknown, the registry cannot be asked: {status.registry_error}"
+        yield f"next due: unknown, the registry does not answer: {status.registry_error}"
     yield from (shared.paused_line(**each) for each in status.paused)
     if status.next_due is not None:
         left_ms = max(round((status.next_due - wall_clock.now()).total_seconds()), 0) * 1000

@@ -329,9 +329,9 @@ def _check(types: Mapping[str, T.DataType], options: WriteOptions) -> None:
         raise InvalidColumn(name, kind.simpleString(), problem)
     if ("delay" in types) == ("eta" in types):
         what = "there are both" if "eta" in types else "there is neither"
-        raise InvalidColumn("delay", None, f"takes one of the columns delay and eta; {what}")
+        raise InvalidColumn("delay", None, f"give one of the columns delay and eta; {what}")
     if "task" not in types and not options.task:
-        raise InvalidColumn("task", None, "takes a column of tasks' names, or the option task")
+        raise InvalidColumn("task", None, "give this column, or the option task")
 
 
 def _parts(kind: T.DataType) -> Iterator[T.DataType]:
