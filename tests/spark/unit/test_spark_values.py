@@ -126,8 +126,8 @@ OWN = {"kwargsFromColumns": "true"}
     ("columns", "more", "text"),
     [
         ({"delay": TEXT}, {}, "column delay (string): takes a number of seconds, or"),
-        ({"delay": LONG, "eta": T.TimestampType()}, {}, "column delay: takes one of"),
-        ({"delay": LONG}, {"task": None}, "column task: takes a column"),
+        ({"delay": LONG, "eta": T.TimestampType()}, {}, "column delay: give one of"),
+        ({"delay": LONG}, {"task": None}, "column task: give this column"),
         ({"args": TEXT}, {}, "there is neither"),
         ({"delay": LONG, "kwargs": T.MapType(LONG, LONG)}, {}, "takes a map with string keys"),
         ({"delay": LONG, "odd": LONG}, {}, "column odd (bigint): is unknown"),
