@@ -76,7 +76,7 @@ LATENESS: Final = Instrument(
     "lateness_seconds",
     "histogram",
     "Seconds from the due time of a delayed task until a worker gave it to Celery to run, without "
-    "the time for which it was held.",
+    "the time for which workers put it back.",
     buckets=(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0),
 )
 EARLY: Final = counter(
@@ -84,14 +84,12 @@ EARLY: Final = counter(
 )
 TAKEN_OVER: Final = counter(
     "taken_over",
-    "Tasks with a future eta, of producers without this package: put into the levels, or held.",
+    "Tasks with a future eta from producers without this package, put into the levels or held.",
 )
 
 
 class Recorder:
-    """Records values in ``app.rabbitdelay.metrics``; does nothing until the metrics are in use.
-
-    They are in use once a program has read ``app.rabbitdelay.metrics``.
+    """Records values in ``app.rabbitdelay.metrics``, once a program has read that attribute.
 
     Attributes:
         gauges: For each gauge without labels, a function that returns its present value. A worker
@@ -132,5 +130,5 @@ class Recorder:
 
 
 def queue_label(delayed: Delayed) -> str:
-    """Return the name of a message's queue; empty if its exchange decides the queue."""
+    """Return the name of a message's queue; empty if the queue depends on the exchange."""
     return "" if delayed.queue is None else str(delayed.queue.name)

@@ -2,7 +2,7 @@
 
 Read ``bootsteps`` (the start of a worker and of its modules), ``restore`` (makes an arriving task
 look as if it had had no delay), ``early_tasks`` (puts tasks back into the levels),
-``celery_requests`` (confines an error that Celery raises about a message to that message) and
-``status`` (control commands). ``early_tasks`` works in a ``batch_thread``, beside the event loop of
-the worker, as additions do. ``celery_internals`` contains all uses of Celery's private parts.
+``celery_requests`` (refuses a message if Celery raises an error about it) and ``status`` (control
+commands). ``early_tasks`` and additions work in a ``batch_thread``, beside the event loop of the
+worker. ``celery_internals`` contains all uses of Celery's private parts.
 """

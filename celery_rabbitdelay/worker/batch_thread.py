@@ -37,7 +37,7 @@ ItemT = TypeVar("ItemT")
 
 
 class BatchThread(ABC, Generic[ItemT]):
-    """Waits for servers outside of the worker's event loop.
+    """A thread that waits for servers, so that the worker's event loop does not.
 
     Items that arrive during a batch make up the next one. Actions that only the event loop may run
     go back to the loop, which a socket wakes. With gevent and eventlet, the thread is a greenlet.
@@ -81,9 +81,9 @@ class BatchThread(ABC, Generic[ItemT]):
             self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread, and run acknowledgements only; called by the worker.
+        """End the thread; of the remaining actions, run only acknowledgements.
 
-        The broker redelivers the messages of unfinished items and of other actions.
+        The broker redelivers the messages of unfinished items and of dropped actions.
         """
         with self._changed:
             self._is_stopping = True
@@ -108,10 +108,10 @@ class BatchThread(ABC, Generic[ItemT]):
                 self._waking.send(b"\0")
 
     def acknowledge(self, ack: Ack) -> None:
-        """Acknowledge a message with the function that Celery passes to a strategy: an action."""
+        """Acknowledge a message; only the event loop may call this."""
         ack(logger, self._consumer.connection_errors)
         if self._consumer.hub is None:
-            # Before 5.7, Celery otherwise defers the ack until the broker sends a frame.
+            # Without this call, Celery before 5.7 defers the ack until the broker sends a frame.
             self._consumer.perform_pending_operations()
 
     def begin(self) -> None:
@@ -179,6 +179,6 @@ def _do_all(actions: deque[Action]) -> None:
             action()
         except Exception:  # the caller goes on with its other actions
             logger.exception(
-                "rabbitdelay worker: an action for a delayed task failed; RabbitMQ redelivers its "
-                "message once the worker reconnects or stops."
+                "rabbitdelay worker: an action for a delayed task failed; RabbitMQ redelivers the "
+                "task's message once the worker reconnects or stops."
             )

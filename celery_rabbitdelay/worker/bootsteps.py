@@ -79,7 +79,7 @@ class WorkerDeclaration:
 
         Raises:
             LayoutConflict: Another layout is declared under the prefix.
-            PermissionMissing: The broker's user may not declare it.
+            PermissionMissing: The broker's user may not declare a queue or an exchange.
             TopologyIncomplete: Levels are missing, and the settings forbid declaring them.
         """
         with self._lock, permissions_named():
@@ -105,9 +105,9 @@ class WorkerDeclaration:
     def bind_own_queues(self, connection: Connection) -> None:
         """Bind the worker's own queues to the levels: exclusive queues, and queues for broadcasts.
 
-        Only the connection that has declared an exclusive queue can bind it. The queue for a
-        broadcast needs the binding for early tasks: they return to it from the levels, or from the
-        distribution of another application.
+        Only the connection that has declared an exclusive queue can bind it. A queue for broadcasts
+        needs the binding because early tasks return to it from the levels, or from the distribution
+        of another application.
 
         Args:
             connection: The connection that has declared the queues.
@@ -127,8 +127,8 @@ class WorkerDeclaration:
                 if isinstance(error, AccessRefused) and not is_broadcast:
                     raise
                 logger.warning(
-                    "rabbitdelay worker: the queue %r gets no delayed tasks, because it cannot be "
-                    "bound to the levels: %s",
+                    "rabbitdelay worker: cannot bind the queue %r to the levels, so it gets no "
+                    "delayed tasks: %s",
                     queue.name,
                     error,
                 )
@@ -162,7 +162,7 @@ class DelayLevels(RabbitMQStep):
         Raises:
             InvalidSetting: A ``rabbitdelay_*`` setting is invalid.
             LayoutConflict: Another layout is declared under the prefix.
-            PermissionMissing: The broker's user may not declare it.
+            PermissionMissing: The broker's user may not declare a queue or an exchange.
             TopologyIncomplete: Levels are missing, and the settings forbid declaring them.
         """
         declaration: WorkerDeclaration = consumer.controller.rabbitdelay_declaration
@@ -187,7 +187,7 @@ class RestoreTasks(RabbitMQStep):
     requires = (DelayLevels,)
 
     def create(self, consumer: Consumer) -> None:
-        """Confine an error that Celery raises about a message of ours to that message."""
+        """Make the consumer refuse a message of ours if Celery raises an error about it."""
         guard_consumer(consumer, partial(_refuse, consumer))
 
     def start(self, consumer: Consumer) -> None:
@@ -217,7 +217,7 @@ class RestoreTasks(RabbitMQStep):
 
 def _refuse(consumer: Consumer, message: Message, error: Exception) -> None:
     early_tasks: EarlyTasks | None = consumer.strategies.early_tasks
-    # Between two connections there is nothing to acknowledge: RabbitMQ redelivers it.
+    # Between two connections, RabbitMQ redelivers the unacknowledged message.
     if early_tasks is not None:
         early_tasks.refuse_unrunnable(message, error)
 
@@ -232,8 +232,8 @@ HEARTBEAT: Final = 60
 class Modules(RabbitMQStep):
     """Serves the modules and the services of additions, in threads with their own connections.
 
-    They start after the pool, so that pool processes do not inherit their threads and sockets. They
-    keep running when the worker's own consumer reconnects.
+    The threads start after the pool, so that pool processes do not inherit them and their sockets.
+    They keep running when the worker's own consumer reconnects.
 
     Args:
         worker: The worker.
@@ -276,7 +276,7 @@ class Modules(RabbitMQStep):
             service.start()
 
     def stop(self, worker: Worker) -> None:
-        """Let the modules finish their unsettled messages, and end them."""
+        """Let the modules finish their unsettled messages, then end the modules."""
         for service in self._services:
             service.stopping.set()
         for service in self._services:
@@ -284,7 +284,7 @@ class Modules(RabbitMQStep):
 
 
 def service_maker(name: str) -> Callable[..., Service]:
-    """Return the function that creates a service, called as :func:`module_service`."""
+    """Return the function that creates a service from the application and the declaration."""
     if name not in additions.services:
         return partial(module_service, name=name)
     make: Callable[..., Service] = additions.load(additions.services[name])

@@ -1,6 +1,6 @@
 """Uses of the private or undocumented parts of a running Celery worker.
 
-If Celery changes such a part, tests/kernel/unit/test_upstream.py fails with its name.
+If Celery changes such a part, tests/kernel/unit/test_upstream.py fails with the part's name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RabbitMQStep(bootsteps.StartStopStep):
         """Add the step; an invalid setting ends ``celery worker`` without a traceback.
 
         Raises:
-            InvalidSetting: A setting is invalid, and the worker is not started by the command.
+            InvalidSetting: A setting is invalid, and ``celery worker`` did not start the worker.
         """
         try:
             included: bool = super().include(parent)
@@ -125,8 +125,8 @@ def bound_bodies(consumer: Consumer, refuse: Callable[[Message, str], None]) -> 
                     size = decompressed_size(body_of(received), compression, most)
                     if size > most:
                         raise UnprocessableMessage(
-                            f"its body is compressed, and decompressed it has more than {most:,} "
-                            "bytes: see rabbitdelay_max_message_bytes"
+                            f"its body exceeds {most:,} bytes after decompression: "
+                            "see rabbitdelay_max_message_bytes"
                         )
             except Exception:  # noqa: BLE001 - kombu's consumer calls on_error with it
                 self.errors = [sys.exc_info()]

@@ -6,8 +6,8 @@ invalid values there: such a value ends the worker, or blocks the slot for good.
 invalid depends on Celery's version, so this module does not list them, but builds the request.
 
 Check-in builds the request as a task's strategy does (``celery.worker.strategy.default``), and
-passes it to a pool that runs nothing. On arrival, an error that Celery raises for a message from
-check-in or the levels is confined to this message.
+passes it to a pool that runs nothing. On arrival, if Celery raises an error about a message from
+check-in or the levels, only this message is refused.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _IdlePool:
 
 
 class _Unread(Message):
-    """The message of a task whose body check-in does not read; it counts as empty."""
+    """The message of a task; check-in does not read its body, which counts as empty."""
 
     payload: object = ((), {}, {})
 
@@ -81,12 +81,12 @@ class CeleryRequests:
         self._request = partial(checked, app=app, hostname="check-in", task=task)
 
     def check(self, sent: WaitingMessage) -> bool:
-        """Refuse a message if Celery cannot build a request from it, or pass it to a pool.
+        """Refuse a message that Celery cannot make a request of, or cannot pass to a pool.
 
         The headers are always checked; the body is checked only if check-in reads it.
 
         Returns:
-            Whether a worker may take it for a task.
+            Whether a worker may take the message for a task.
 
         Raises:
             UnprocessableMessage: Celery raises an error.
@@ -143,13 +143,13 @@ def check_request(request: Request) -> None:
     for seconds in request.time_limits:
         # A timer is set.
         if seconds and not math.isfinite(time.monotonic() + seconds):
-            raise InvalidTaskError(f"a time limit is {seconds}")
+            raise InvalidTaskError(f"the time limit {seconds} is not finite")
     _, _, embed = request._payload  # which a pool's child reads
     dict(**embed or {})
     for name in request.request_dict:
         # The names become attributes of ``task.request``. A name that is not UTF-8 is bytes.
         if isinstance(name, str) and callable(getattr(Context, name, None)):
-            raise InvalidTaskError(f"{shortened(name)} is a method of task.request")
+            raise InvalidTaskError(f"header {shortened(name)} hides a method of task.request")
     # The worker counts tasks by name, and ``celery inspect`` shows them as JSON.
     json.dumps({request.name: request.info(safe=True)})
 
@@ -160,7 +160,7 @@ def is_ours(message: Message) -> bool:
 
 
 def guard_consumer(consumer: Consumer, refuse: Refuse) -> None:
-    """Confine an error that Celery raises about a message of ours to this message.
+    """Refuse a message of ours if Celery raises an error about it.
 
     Args:
         consumer: The worker's consumer.
@@ -213,13 +213,13 @@ def run_strategy(consumer: Consumer, delivery: Delivery, refuse: Refuse) -> None
 
 
 def guard_pool(worker: Worker, refuse: Refuse) -> None:
-    """Free the slot of a task of ours that the pool does not take.
+    """Refuse a task of ours that the pool cannot take, and free its slot.
 
     Celery passes a task to the pool when its message arrives, when its rate limit or its ``eta``
-    allows the task, or when another task frees a slot. All of these call ``_process_task``.
+    allows the task, or when another task frees a slot. Each time, it calls ``_process_task``.
 
     Args:
-        worker: The worker, whose pool exists and whose consumer does not.
+        worker: The worker. Its pool exists already, its consumer does not.
         refuse: Called with the task's message and the error.
     """
     celerys = worker._process_task  # Celery reads it for every task that waits for a slot
@@ -273,7 +273,7 @@ def guard_pool(worker: Worker, refuse: Refuse) -> None:
 
 
 def _forget_job(pool: object, request: Request) -> None:
-    """Remove a job that the prefork pool has not sent: at its end, the pool would wait for it."""
+    """Remove a job that the prefork pool has not sent; a stopping pool would wait for it."""
     jobs = getattr(getattr(pool, "_pool", None), "_cache", {})
     for job in list(jobs.values()):
         if getattr(job._callback, "__self__", None) is request:

@@ -1,4 +1,4 @@
-"""Early tasks: put a task into the levels that arrives at a worker before it may run.
+"""Early tasks: a task that reaches a worker before it may run goes into the levels.
 
 There are three kinds of early tasks. A producer that does not know the levels (plain Celery,
 another language, an older version) sends a task at once, with an ``eta`` in the future: Celery
@@ -47,7 +47,7 @@ RETRY_INTERVAL: Final = 1.0
 TRY_AGAIN: Final = 5.0
 
 #: Where a message goes: into the levels, to the queue of paused tasks, or to ``undeliverable``;
-#: ``bare`` means ``undeliverable`` without its headers.
+#: ``bare`` means ``undeliverable`` without the message's headers.
 Place: TypeAlias = Literal["levels", "paused", "undeliverable", "bare"]
 
 ItemT = TypeVar("ItemT")
@@ -63,11 +63,12 @@ class Early:
     Attributes:
         message: The message.
         ack: Acknowledges it: the function that Celery passes to a strategy.
-        destination: The queue that it was consumed from, its exchange and its routing key.
+        destination: The queue that it was consumed from; the message's exchange and routing key.
         until: Until when to wait.
-        due_ms: Its due time, from its header, in milliseconds since 1970-01-01 UTC.
+        due_ms: The due time for its new header, in milliseconds since 1970-01-01 UTC.
         waited: Its parsed headers; None if it has an ``eta`` and was never in the levels.
-        hold: Called if the levels do not take it: passes the task to Celery, which holds it.
+        hold: Called if the levels do not take the task: lets the worker hold it, or asks the
+            registry again. None: publishing is retried.
         why: Why this worker cannot run it; empty if it is only early.
         place: Where it goes. A task of a later version goes into the levels with a ``why``.
         is_held: Whether the prefetch count is raised for it, because it stays unacknowledged.
@@ -290,7 +291,7 @@ class EarlyTasks(BatchThread[Early]):
         self.refuse(message, settle, why)
 
     def refuse_unopened(self, message: Message, why: str) -> None:
-        """Refuse a task whose body is not decompressed, unless a later version may read it.
+        """Refuse a task that is too large or unreadable, unless a later version may read it.
 
         Args:
             message: The task's received message.
@@ -303,7 +304,7 @@ class EarlyTasks(BatchThread[Early]):
         self.refuse(message, message.ack_log_error, why)
 
     def leave_to_later_version(self, message: Message, ack: Ack, why: str) -> None:
-        """Put a task back into the levels that only a worker of a later version can read.
+        """Return a task to the levels, because only a worker of a later version can read it.
 
         The message stays unchanged. Publishing is retried until the levels take it.
 
@@ -324,7 +325,7 @@ class EarlyTasks(BatchThread[Early]):
         self.give(Early(message, ack, destination, Due.after(0), why=why))
 
     def _due_by_eta(self, message: Message, body: object) -> Due | None:
-        """Return the due time of a task with an ``eta`` in more than a tick; None otherwise."""
+        """Return when a task is due by its ``eta``; None unless that is more than a tick ahead."""
         eta = message.headers.get("eta")
         if eta is None:
             # Protocol 1, or a mixture with protocol 2: Celery's strategies also read the body.
@@ -403,8 +404,8 @@ class EarlyTasks(BatchThread[Early]):
             message, until = forwarding.waiting_on(self._topology, again, until.at_ms)
         if waited is None or waited.queue is not None:
             return message, queue, until
-        # Its queue may not be bound to the levels, because it has come through distribution. So it
-        # returns through distribution, which publishes it to this queue, and to no other.
+        # The task came through distribution, so its queue may not be bound to the levels. The task
+        # returns through distribution, which publishes it to this queue only.
         headers = message.headers
         again_from = headers.early._replace(
             exchange=headers.exchange, routing_key=headers.routing_key
@@ -420,7 +421,7 @@ class EarlyTasks(BatchThread[Early]):
         elif early.hold is None:
             self._try_refused_again(early, error)
         elif isinstance(error, exceptions.InvalidDelay) and is_ours(early.message):
-            # A client's eta beyond the latest due time: holding it would block a place for ever.
+            # The eta is too far ahead: a held task would block its place of the prefetch count.
             why = f"it cannot wait until its eta: {error}"
             self.act(
                 partial(self._finish, early, partial(self.refuse, early.message, early.ack, why))
@@ -428,7 +429,7 @@ class EarlyTasks(BatchThread[Early]):
         elif early.place == "paused" and (
             isinstance(error, exceptions.MessageNacked) or not isinstance(error, TEMPORARY_ERRORS)
         ):
-            text = "%s is paused, and goes back into the levels instead of the paused queue: %s"
+            text = "%s cannot enter the paused queue and returns to the levels: %s"
             logger.warning(text, _task_named(early.message), error)
             early.place = "levels"
             self.give(early)
@@ -442,17 +443,17 @@ class EarlyTasks(BatchThread[Early]):
             self.act(partial(self._finish, early, early.hold))
         else:
             if not early.is_held:
-                text = "%s is not due, and could not be put into the levels; retrying: %s"
+                text = "%s cannot enter the levels yet; retrying: %s"
                 logger.warning(text, _task_named(early.message), error)
             self._try_again(early, RETRY_INTERVAL)
 
     def _try_refused_again(self, early: Early, error: Exception) -> None:
-        """Retry a failed task that this worker cannot run, if necessary without its headers.
+        """Retry publishing a task that this worker cannot run, if necessary without its headers.
 
-        Its headers may leave no room in a frame for the added ones, or the broker may refuse them.
+        The task's headers may leave no room in a frame for ours, or the broker may refuse them.
         """
         if _is_permanent(error) and early.place != "bare":
-            text = "%s goes to undeliverable without its headers: %s"
+            text = "%s is refused with its headers, and goes to undeliverable without them: %s"
             logger.warning(text, _task_named(early.message), error)
             early.why = f"{early.why}; {getattr(error, 'reason', error)}"
             early.place = "bare"
@@ -474,7 +475,7 @@ class EarlyTasks(BatchThread[Early]):
         self.give(early, seconds)
 
     def _finish(self, early: Early, action: Action) -> None:
-        """Run the last action for a message; lower the prefetch count if it was raised for it."""
+        """Run a message's last action; lower the prefetch count if the message had raised it."""
         if early.is_held:
             early.is_held = False
             self._consumer.qos.decrement_eventually()
@@ -494,5 +495,5 @@ def _is_permanent(error: Exception) -> bool:
     """
     if isinstance(error, exceptions.PermissionMissing):
         return False
-    # An error of the class itself stands for a message that cannot be encoded for AMQP.
+    # A plain PublishError means that AMQP cannot encode the message.
     return isinstance(error, exceptions.MessageRefused) or type(error) is exceptions.PublishError

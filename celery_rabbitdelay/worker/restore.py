@@ -1,8 +1,8 @@
 """Restore a delayed task when it arrives at a worker, as if it had been sent without a delay.
 
-A hostile client may have written the message. So a retry goes to the exchange that its headers name
-only if distribution may publish there. With a signing key, a message with headers for the registry
-is refused unless its signature is valid.
+A hostile client may have written the message. So a retry goes to the exchange in the message's
+headers only if distribution may publish there. With a signing key, a message with headers for the
+registry is refused unless its signature is valid.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 logger = get_logger(__name__)
 
 #: The seconds of a step, the number of steps for which a worker remembers its arrivals, and the
-#: number of steps of which its status shows the maximum lateness.
+#: number of steps over which its status shows the maximum lateness.
 STEP: Final = 60
 STEPS: Final = 60
 LATEST_STEPS: Final = 10
@@ -40,7 +40,7 @@ LATEST_STEPS: Final = 10
 #: The upper bounds of the histogram of lateness, in seconds; one more bucket counts later arrivals.
 BOUNDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 
-#: Limit of the task names with a histogram in a step; further tasks count as :data:`OTHER`.
+#: Maximum task names with a histogram in a step; further tasks count as :data:`OTHER`.
 MOST_TASKS: Final = 200
 OTHER: Final = "(other)"
 
@@ -125,7 +125,7 @@ def _step_now() -> int:
 def may_run_since(waited: DelayHeaders) -> int | None:
     """Return the time from which lateness counts.
 
-    This is the due time, or the time until which a worker has put the task back, if that is later.
+    This is the due time, or a later time until which a worker has put the task back.
     """
     return None if waited.due_ms is None else max(waited.due_ms, waited.early.until_ms)
 
@@ -141,7 +141,7 @@ def lateness(due_ms: object) -> float:
 
 
 class Origins:
-    """Checks the origin in a message's headers: its exchange and routing key without the delay.
+    """Checks the origin in a message's headers: exchange and routing key without the delay.
 
     Celery publishes a retry of a task to the task's origin, and a client that may publish into the
     levels can forge the headers. So a worker accepts only an origin that distribution may publish
@@ -316,8 +316,8 @@ class RestoringStrategies(dict[str, Strategy]):
     def _hide_delivery(self, message: Message) -> None:
         """Replace the delivery exchange as the origin of a message by the message's queue.
 
-        Distribution publishes to that exchange if only a binding leads to the queue. A retry may
-        not: it would be undeliverable.
+        Distribution publishes to that exchange if only a binding leads to the queue. A retry that
+        is published there is undeliverable.
         """
         if message.delivery_info.get("exchange") == self._delivery:
             queue = name_of_queue(self._consumer, message)

@@ -28,7 +28,7 @@ from celery_rabbitdelay.worker.restore import RestoringStrategies
 
 logger = logging.getLogger(__name__)
 
-#: Limit of the running tasks in an answer; the longest-running tasks come first.
+#: Maximum running tasks in an answer; the longest-running tasks come first.
 MOST_RUNNING: Final = 20
 
 #: Maximum characters of a setting in an answer.

@@ -128,7 +128,7 @@ def test_a_paused_task_waits_in_the_levels_if_nobody_declares_its_queue(
         paused.exchange(connection.default_channel).delete()
     shop.rabbitdelay.pause(task="note")
     noted.send("held", delay=DELAY)
-    wait_for(lambda: "goes back into the levels" in worker.log, "the warning", PATIENCE)
+    wait_for(lambda: "returns to the levels" in worker.log, "the warning", PATIENCE)
     assert (noted(), waiting(shop)) == ([], 0)
     shop.rabbitdelay.resume(task="note")
     wait_for(lambda: noted() == ["held"], "the task", PATIENCE)
