@@ -56,8 +56,8 @@ _PACKAGE: Final = "celery_rabbitdelay"
 
 _REGISTRY: Final = f"{_PACKAGE}.registry"
 
-#: The additions of this package that the kernel has to know by name. Users import those for Spark
-#: and for tests themselves.
+#: The additions of this package that the kernel has to know by name. Those for Spark and for tests
+#: are missing, because users import them.
 BUILT_IN: Final = (
     Entry(
         "registry",

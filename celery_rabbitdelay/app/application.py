@@ -86,7 +86,7 @@ ResultT_co = TypeVar("ResultT_co", covariant=True)
 TaskT = TypeVar("TaskT", bound="celery.Task[Any, Any]")
 
 
-#: Maximum seconds to wait before a task whose retry could not be sent is requeued.
+#: Maximum seconds to wait before requeuing a task if its retry could not be sent.
 MAX_REQUEUE_WAIT: Final = 10.0
 
 
@@ -107,7 +107,7 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
     """The base class of the application's tasks, mixed into the one that the user chose.
 
     Name it where a type is needed: as the ``base`` of a task, or as the type of ``self``.
-    ``retry()`` accepts ``delay``, and raises if it cannot be published.
+    ``retry()`` accepts ``delay``, and raises if the retry cannot be published.
     """
 
     if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             """Send the task at once, with these arguments and without options."""
 
         def s(self, *args: object, **kwargs: object) -> DelayingSignature[ResultT_co]:
-            """Create a signature with these arguments; a result may be put before them."""
+            """Create a signature with these arguments; Celery may put a result before them."""
 
         def si(self, *args: P.args, **kwargs: P.kwargs) -> DelayingSignature[ResultT_co]:
             """Create a signature with exactly these arguments: an immutable one."""

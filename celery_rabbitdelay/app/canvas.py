@@ -51,7 +51,7 @@ PARTS: Final[Mapping[str | None, tuple[str, ...]]] = {
 
 #: Why a ``key`` is refused: of the tasks under it, only the newest would run.
 OF_ONE_TASK: Final = (
-    "it names one task, and not a group, a chain or a chord: give it to one of their tasks, as in "
+    "does not apply to a group, a chain or a chord: give it to one of their tasks, as in "
     "task.s(...).set(key=...)"
 )
 
@@ -61,7 +61,7 @@ BODY_DELAY_IS_RESTORED: Final = "rabbitdelay_body_delay_is_restored"
 
 
 class DelayingSignature(Signature, Generic[ResultT_co]):
-    """A signature of one task that distinguishes its own delay from that of the chord it is in.
+    """A signature of one task that distinguishes its own delay from its chord's.
 
     Attributes:
         former: The options of the signature that this one was cloned from. Celery clones the body
@@ -97,7 +97,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
         """Send the task, as in Celery; a time that is given here replaces the signature's own.
 
         Raises:
-            UnknownOption: A ``key`` that was given to a group, chain or chord as a whole.
+            UnknownOption: A ``key`` was given to a whole group, chain or chord.
         """
         given = self._checked(options)
         own, _ = without_stamps(given)
@@ -188,8 +188,8 @@ def _own_times(body: Any, delay: Any) -> Options:
     former: Options = getattr(body, "former", {})
     linked = any(body["options"].get(link) != former.get(link) for link in LINKS)
     if former.get("delay") == delay and linked:
-        # link() has cloned the body after it got the chord's delay: ``former`` holds that delay,
-        # and the body's own is lost.
+        # link() has cloned the body after the body got the chord's delay: ``former`` holds that
+        # delay, and the body's own is lost.
         return {}
     return {time: former[time] for time in TIMES if time in former}
 

@@ -1,7 +1,7 @@
 """Private and undocumented parts of Celery, each behind a function named for its use.
 
-When Celery moves one of them, tests/kernel/unit/test_upstream.py names it. The parts of a running
-worker are in :mod:`celery_rabbitdelay.worker.celery_internals`.
+If Celery changes such a part, tests/kernel/unit/test_upstream.py fails with the part's name. The
+parts of a running worker are in :mod:`celery_rabbitdelay.worker.celery_internals`.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def copied_as(cls: type[SignatureT], made: Signature[Any]) -> SignatureT:
 
 
 def repr_limits(app: celery.Celery) -> tuple[tuple[int, int], int | None]:
-    """Return the maximum lengths of both headers, and how deep they show nested arguments."""
+    """Return the maximum lengths of both headers, and the depth to which they show arguments."""
     name = "task_repr_maxlevels"
     # A setting since Celery 5.7; earlier versions ignore it.
     depth: int | None = app.conf[name] if name in SETTING_KEYS else 3
@@ -215,10 +215,10 @@ _AROUND_TASKS: Final = ("celery.app.autoretry", "celery.app.task")
 
 
 def is_sent_by_celery() -> bool:
-    """Return whether Celery sends a follow-up of a task, and not the task's own code.
+    """Return whether Celery, and not the running task's own code, is sending a task.
 
-    Follow-ups are callbacks, the next task of a chain, and the body of a chord. Celery sends them
-    in the function that called the task's own one, or in a task of Celery's.
+    These are callbacks, the next task of a chain, and the body of a chord. Celery sends them in the
+    function that called the task's own function, or in a task of Celery's.
     """
     frame: FrameType | None = sys._getframe(1)
     called = ""
@@ -293,7 +293,7 @@ def arguments_by_name(
 
 
 def celerys_repr(value: object, size: int, depth: int | None) -> str:
-    """Return a value as Celery shows it in these headers."""
+    """Return a value as Celery shows it in ``argsrepr`` and ``kwargsrepr``."""
     return saferepr(value, size, depth)  # type: ignore[arg-type]
 
 

@@ -70,7 +70,7 @@ class DelayingControl(Control):
     def purge(self, connection: Connection | None = None) -> int:
         """Discard all tasks of the application's queues, and cancel the tracked ones that wait.
 
-        Untracked tasks that wait stay, and run when they are due.
+        Untracked waiting tasks stay, and run when they are due.
 
         Args:
             connection: As in Celery.
@@ -90,7 +90,7 @@ def _delays_of(part: Any) -> Delays:
 
 
 def _additions(part: Any) -> Sequence[Addition]:
-    """Return the additions of the application of one of Celery's parts; none without RabbitMQ."""
+    """Return the additions of a part's application; none without RabbitMQ."""
     delays = _delays_of(part)
     return additions_of(delays) if delays.available else ()
 
@@ -99,7 +99,7 @@ def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
     """Revoke tasks in all workers, without the registry.
 
     This matters for tasks that a worker has received and holds. It is no error if workers cannot be
-    reached, or if the broker's user lacks the permission: the registry has the cancel.
+    reached, or if the broker's user lacks the permission: the registry knows the cancel.
     """
     try:
         for start in range(0, len(task_ids), MAX_REVOKED):
@@ -107,8 +107,8 @@ def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
     except (AMQPError, OperationalError, OSError) as error:
         why = missing_permission(error) or error
         logger.warning(
-            "rabbitdelay cancel: recorded, but workers were not notified, so a task that one of "
-            "them holds may run: %s",
+            "rabbitdelay cancel: workers were not notified of the recorded cancel, so a task that "
+            "one of them holds may run: %s",
             why,
         )
 
@@ -148,7 +148,7 @@ class WaitingResult(AsyncResult):  # type: ignore[type-arg]
     """The result of a task, in the state ``DELAYED`` while a tracked task waits.
 
     Celery's state ``PENDING`` means that nothing is known about a task. With a registry, one round
-    trip to Redis then says whether it is tracked and waits. If it is not, or if Redis does not
+    trip to Redis then says whether the task is tracked and waits. If not, or if Redis does not
     answer, the state is ``PENDING``.
     """
 

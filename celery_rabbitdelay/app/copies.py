@@ -7,7 +7,7 @@ Celery can make the message.
 
 A message may be copied while Celery would make the same one: no setting, queue, route, attribute of
 the task or receiver of a signal has changed, and no function but Celery's own has a part in it.
-Plain sends, rows and members of groups are copied, outside of a worker's task.
+Plain sends, rows and members of groups are copied, unless a running task sends them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ OWN_HEADERS: Final = (COPY, LIFE, KEY, ORDER)
 #: The options that are the same for all copies. Each is a text, a number or None.
 SHARED: Final = ("queue", "exchange", "routing_key", "priority", "serializer")
 
-#: The types of their values. None is not the same as no option: it overrides the task's attribute.
+#: The types of the values of :data:`SHARED`. None is not the same as no option: it overrides the
+#: task's attribute.
 PLAIN_TYPES: Final = (str, int, NoneType)
 
 #: All options of a plain send.
@@ -110,7 +111,7 @@ def capture(
     headers: Mapping[str, object] = NO_HEADERS,
     connection: Connection | None = None,
 ) -> CapturingProducer:
-    """Send a task by Celery to a producer that keeps the message; return the producer.
+    """Let Celery send a task to a producer that keeps the message; return the producer.
 
     Args:
         delays: The application's delay levels.
@@ -134,7 +135,7 @@ def function_to_send(app: celery.Celery, task: TaskOrName) -> Callable[..., Resu
 
 
 class Template:
-    """Writes the messages of further calls like the first one, in Celery's message protocol 2.
+    """Writes the messages of further calls like the first message, in Celery's protocol 2.
 
     Args:
         first: The producer that has the message of the first call.
@@ -270,7 +271,7 @@ class Template:
         """Return a call as an item of an envelope, which is two blocks.
 
         Raises:
-            InvalidEnvelope: An envelope cannot express it, but :meth:`content` can.
+            InvalidEnvelope: An envelope cannot express the call, but :meth:`content` can.
         """
         own = self._own_headers(call).items()
         headers = ",".join([f'"{name}":{quoted(value)}' for name, value in own])
@@ -319,7 +320,7 @@ class TemplateByCelery(Template):
         first: As for :class:`Template`.
         call: As for :class:`Template`.
         options: As for :class:`Template`.
-        capture: Sends a call by Celery and returns the producer that has its message.
+        capture: Lets Celery send a call; returns the producer that keeps the message.
     """
 
     can_write_again = False
@@ -433,7 +434,7 @@ class Copies:
         of_group: dict[str, object] = {}
         own: Mapping[str, object] = NO_HEADERS
         if is_member:
-            # If its root is the task itself, its message is no template for others.
+            # The message of a member that is its own root is no template for others.
             if options.get("producer") is None or options.get("root_id") == task_id:
                 raise _NotACopy
             of_group = {name: options[name] for name in OF_GROUP if name in options}
@@ -454,7 +455,7 @@ class Copies:
         template = self._template(task, call, shared, of_group, connection)
         delays.settings.check_delay(due)
         try:
-            # Celery has an address for each thread.
+            # Celery has a reply address for each thread.
             reply_to = None if "reply_to" in of_group else delays.app.thread_oid
             publication = template.publication(call, reply_to)
         except (RabbitDelayError, SoftTimeLimitExceeded):
@@ -484,7 +485,7 @@ class Copies:
             connection: The caller's own connection.
         """
         delays = self._delays
-        # Celery has an address for each thread, and an envelope has one for all of its tasks.
+        # Celery has a reply address for each thread, an envelope one for all of its tasks.
         of_thread = {"reply_to": delays.app.thread_oid}
         if connection is None and not headers and options.keys() <= set(SHARED):
             with suppress(_NotACopy):
@@ -522,7 +523,7 @@ class Copies:
         ):
             raise _NotACopy
         known = celery_internals.registered_task(app, task) if isinstance(task, str) else task
-        # A group's template replaces that of the task's former group; rows of a thread likewise.
+        # A group's template replaces that of the former group; for rows, that of the former thread.
         fingerprint = _message_fingerprint(app, known), of_group
         key = (task, *of_group, *shared.items())
         former = self._templates.get(key)
@@ -569,7 +570,7 @@ class Copies:
             and type(router) is Router
             and all(type(each) is MapRoute for each in getattr(router, "routes", ()))
             and all(map(_is_celerys, functions))
-            # The hook of the backend for RPC publishes.
+            # The RPC backend's hook declares its queue over the producer.
             and not type(app.backend).__module__.endswith(".rpc")
             and _definers(app, "send_task")[1:] == [celery.Celery]
             and (task is None or _is_plain(task))
@@ -643,7 +644,7 @@ def _is_plain(task: Any) -> bool:
 
 
 def _definers(instance: object, name: str) -> list[object]:
-    """Return the instance and the classes of it that define a function, in their order."""
+    """Return which of an instance and its classes define a function, in their order."""
     return [each for each in (instance, *type(instance).__mro__) if name in vars(each)]
 
 

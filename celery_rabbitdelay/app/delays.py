@@ -136,7 +136,7 @@ class Delays:
 
     @property
     def topology(self) -> Topology:
-        """The levels as exchanges, queues and bindings; ``topology.route(delay, queue_name)``."""
+        """The levels: exchanges, queues, bindings, and ``route(delay, queue_name)``."""
         return self.settings.topology
 
     @locked_property  # all threads share one pool
@@ -246,7 +246,7 @@ class Delays:
 
         Args:
             fake_broker: Takes all messages.
-            instead: The function to call instead of a function that makes a :meth:`part`.
+            instead: The functions to call instead of those that make a :meth:`part`.
         """
         former = self.fake_broker, self._instead, self._parts
         self.fake_broker, self._instead, self._parts = fake_broker, instead, {}

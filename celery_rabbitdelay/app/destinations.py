@@ -69,7 +69,7 @@ def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
 
 
 def configured_destinations(app: DelayingCelery) -> AllowedDestinations:
-    """Return the destinations that the configuration names.
+    """Return the destinations in the configuration.
 
     These are the queues of ``task_queues``, ``task_routes`` and the tasks, with their exchanges,
     and the names in ``rabbitdelay_checkin_allowed``.
@@ -84,7 +84,7 @@ def configured_destinations(app: DelayingCelery) -> AllowedDestinations:
 
 
 def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
-    """Return the queues that the configuration names, by their names."""
+    """Return the queues in the configuration, by their names."""
     queues = app.amqp.Queues(app.conf.task_queues)
     for name in {app.conf.task_default_queue, *_named(app)}:
         # Makes the queue, as Celery does, unless task_create_missing_queues is off.
@@ -110,7 +110,7 @@ def _without_reserved(allowed: AllowedDestinations, app: DelayingCelery) -> Allo
 
 
 def _named(app: DelayingCelery) -> Iterator[str]:
-    """Yield the queues that ``task_routes`` and the tasks name; a router function names none."""
+    """Yield the names of queues in ``task_routes`` and tasks; router functions are not called."""
     maps: list[Any] = [each for each in app.amqp.routes if isinstance(each, MapRoute)]
     routes = [route for each in maps for route in (*each.map.values(), *each.patterns.values())]
     queues = [route.get("queue") if isinstance(route, Mapping) else route for route in routes]

@@ -59,13 +59,13 @@ if TYPE_CHECKING:
 else:
 
     class Added:
-        """The methods of additions: each is looked up where it is first used."""
+        """The methods of additions, which are looked up when they are used."""
 
         def __getattr__(self, name: str) -> Any:
             """Return the method, or attribute, that an addition adds.
 
             Raises:
-                AdditionMissing: Its folder was deleted.
+                AdditionMissing: The addition's folder was deleted.
             """
             if name not in additions.methods:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -100,12 +100,12 @@ class RabbitDelay(Added, Delays):
         def __init__(self, app: DelayingCelery) -> None: ...
 
     def check(self, timeout: float = 1.0) -> None:
-        """Raise if a delayed task could not be sent now, for the readiness of a web server.
+        """Raise if a delayed task could not be sent now: a readiness check for web servers.
 
         Connects like a send and publishes a message that reaches no queue: RabbitMQ has to answer
-        in time, and must not block publishers. It does not look into the levels' queues. With
+        in time, and must not block publishers. The levels' queues are not checked. With
         ``rabbitdelay_declare = "never"``, the levels have to exist; otherwise, the first send
-        declares them. With any other broker than RabbitMQ, it only connects.
+        declares them. With a broker other than RabbitMQ, the check only connects.
 
         Args:
             timeout: Seconds that it may take.
@@ -278,7 +278,7 @@ class RabbitDelay(Added, Delays):
         return RowSender(self, *wanted).send(rows)
 
     def bind_declared_queue(self, queue_name: str, message_count: int, consumer_count: int) -> None:
-        """Bind a queue that was just declared to the levels: kombu's ``on_declared``.
+        """Bind a queue to the levels right after its declaration: kombu's ``on_declared``.
 
         An exclusive queue is skipped: only the connection that declared it can bind it.
         """
@@ -288,7 +288,7 @@ class RabbitDelay(Added, Delays):
         if self.available and self.settings.declare == "auto":
             with closing(self.app.connection_for_write()) as connection:
                 if queue is not None:
-                    # Tasks may be sent to another broker than the one that it was declared on.
+                    # Tasks may go to a broker other than the one where the queue was declared.
                     queue = queue(connection)
                     queue.on_declared = None
                     queue.declare()
@@ -302,5 +302,5 @@ _REFUSED: Final = {
         ("delay", "countdown", "eta", "task_id", "key"),
         "give it to each row, as its delay, eta, task_id or key",
     ),
-    **dict.fromkeys(("producer", "publisher"), "give the connection to use as connection"),
+    **dict.fromkeys(("producer", "publisher"), "use the option connection instead"),
 }

@@ -34,8 +34,7 @@ Result: TypeAlias = AsyncResult[Any]
 #: The options of the kernel; see :func:`own_options`.
 OWN_OPTIONS: Final = ("delay", "tolerance", "confirm_timeout")
 
-#: An option that holds the options of this package where the caller's stamps may have the same
-#: names.
+#: An option that holds the options of this package, since the caller's stamps may have their names.
 BESIDE_STAMPS: Final = "rabbitdelay_options"
 
 
@@ -89,7 +88,7 @@ class DelayOptions(SendOptions, total=False):
 
 
 def own_options() -> tuple[str, ...]:
-    """Return all options of this package and its additions. A stamp may have any of their names."""
+    """Return the names of all options of this package and its additions; stamps may share them."""
     return (*OWN_OPTIONS, *additions.options)
 
 

@@ -120,7 +120,7 @@ class TaskPipeline:
         """
         if self._publisher is None:
             connection = None if self._producer is None else self._producer.connection
-            # This block has none yet, so a publisher of the connection or the pool is borrowed.
+            # This block has no publisher yet, so one of the connection or the pool is borrowed.
             borrowing = borrowed_publisher(self.delays, connection, timeout)
             self._publisher = self._borrowed.enter_context(borrowing)
             settings, topology = self.delays.settings, self.delays.topology
@@ -137,10 +137,10 @@ class TaskPipeline:
 
         Args:
             publication: The message, with its ``declare``.
-            policy: How long, and how often, it is tried.
+            policy: How long, and how often, to try to publish the message.
 
         Raises:
-            RabbitDelayError: It could not be sent; the end of the block does not repeat the error.
+            RabbitDelayError: The task was not sent; the end of the block does not repeat the error.
         """
         self.borrow(policy.timeout)
         assert self._pipeline is not None
@@ -180,8 +180,8 @@ class TaskPipeline:
         """Wait for all confirms, and return the publisher to its pool.
 
         Raises:
-            TasksNotConfirmed: Some tasks are not confirmed. For a group, the error of the first of
-                them is raised, and this one ends its chain of causes.
+            TasksNotConfirmed: Some tasks are not confirmed. For a group, the first of their errors
+                is raised, and its chain of causes ends with a ``TasksNotConfirmed``.
         """
         if _owner()[0] != self._owner[0]:
             return  # a fork: the connection is the parent's
@@ -249,9 +249,9 @@ def publish_task(
     Args:
         delays: The application's ``app.rabbitdelay``.
         publication: The message, with a :class:`PublishedTask` as its context.
-        policy: How long, and how often, it is tried.
+        policy: How long, and how often, to try to publish the message.
         declares: The arguments ``declare`` and ``redeclare`` of :meth:`.Publisher.publish`.
-        pipeline: The block that confirms it; None if it is confirmed on return.
+        pipeline: The block that confirms the message; None if this function does.
         connection: The caller's own connection, to be used instead of the pool's.
     """
     if pipeline is not None:
@@ -307,7 +307,7 @@ _innermost: Final[ContextVar[TaskPipeline | None]] = ContextVar("pipeline", defa
 
 
 def current_pipeline(delays: Delays, connection: Connection | None = None) -> TaskPipeline | None:
-    """Return the block that a send goes through; None if it is confirmed by itself.
+    """Return the block that a send goes through; None if the send is confirmed by itself.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
@@ -349,7 +349,7 @@ def group_pipeline(
 
     Raises:
         RabbitDelayError: A member is not confirmed: its own error, whose chain of causes ends with
-            the :class:`.TasksNotConfirmed` that names all of them.
+            the :class:`.TasksNotConfirmed` that names all unconfirmed members.
     """
     outer = None if is_given else current_pipeline(delays)
     with acquiring as producer:
@@ -388,7 +388,7 @@ def _opened(pipeline: TaskPipeline) -> Iterator[None]:
 
 
 def _with_last_cause(error: ErrorT, cause: BaseException) -> ErrorT:
-    """Put a cause at the end of an error's chain of causes, unless they share one; return it."""
+    """Append a cause to an error's chain of causes, unless both share one; return the error."""
     own, others = _chain(error), {id(each) for each in _chain(cause)}
     if not any(id(each) in others for each in own):
         own[-1].__cause__ = cause

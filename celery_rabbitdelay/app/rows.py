@@ -3,7 +3,7 @@
 Rows that are due in the same tick travel in one envelope. With a tolerance, the delay is rounded up
 to a multiple of the largest place value that has one in [delay, delay + tolerance], so that many
 rows share it. The due time is then an instant, which does not move while rows wait for their group.
-Opens no connection.
+This module opens no connection.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def row_of(given: Mapping[str, object]) -> Row:
     except TypeError as wrong:
         unknown = ", ".join(sorted(map(str, given.keys() - set(Row._fields))))
         takes = ", ".join(Row._fields)
-        raise InvalidRow(given, f"has {unknown}; takes {takes}") from wrong
+        raise InvalidRow(given, f"does not take {unknown}; takes {takes}") from wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,8 @@ MAX_TOTAL_BYTES: Final = 80 * 2**20
 #: The bytes of memory that a grouped message takes in addition to its own.
 MESSAGE_OVERHEAD: Final = 64
 
-#: A message waits for its group at most this many milliseconds, and at most its delay divided by
-#: this number.
+#: A message waits for its group for at most MAX_WAIT_MS, or for its delay divided by WAIT_DIVISOR
+#: if that is less.
 MAX_WAIT_MS: Final = 10_000
 WAIT_DIVISOR: Final = 10
 
@@ -184,7 +184,7 @@ class Grouper:
     Args:
         layout: The levels that they wait in.
         write: Returns the message of a call as an item of an envelope.
-        max_bytes: Bytes of messages that complete a group; :data:`MAX_GROUP_BYTES` do in any case.
+        max_bytes: The bytes at which a group is complete; at most :data:`MAX_GROUP_BYTES`.
     """
 
     def __init__(

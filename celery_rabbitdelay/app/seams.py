@@ -212,7 +212,7 @@ class Addition:
         return 0
 
     def is_waiting(self, task_id: str) -> bool:
-        """Return whether a task waits that Celery's result backend does not know."""
+        """Return whether a task waits; asked if Celery's result backend does not know the task."""
         return False
 
     def why_not_ready(self) -> str:
@@ -220,7 +220,7 @@ class Addition:
         return ""
 
     def status(self) -> Mapping[str, object]:
-        """Return what ``celery rabbitdelay status`` shows beside what waits.
+        """Return the addition's part of ``celery rabbitdelay status``.
 
         Returns:
             Any of ``next_due``, a :class:`datetime.datetime`; ``paused``, mappings of ``task``,
@@ -231,8 +231,8 @@ class Addition:
     def problems(self) -> Iterator[tuple[str, str, Mapping[str, object]]]:
         """Yield findings for ``celery rabbitdelay verify``.
 
-        Each finding is its code in ``operations/findings.toml``, its subject, and the values that
-        its text names.
+        Each finding consists of its code in ``operations/findings.toml``, its subject, and the
+        values in its text.
         """
         yield from ()
 

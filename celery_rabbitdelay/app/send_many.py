@@ -71,7 +71,7 @@ NO_PART_IN_ROWS: Final = (
 
 GivenT = TypeVar("GivenT")
 
-#: A checked element of the caller's iterable: one call, or many written ones.
+#: A checked element of the caller's iterable: one call, or many written rows.
 Work: TypeAlias = "Call | WrittenRows"
 
 
@@ -326,8 +326,8 @@ class RowSender(Sending):
     def _ready_group(self, number: int, written: WrittenRows) -> Group | None:
         """Return written rows as a group; None if they have to be written again.
 
-        They have to be if this application writes other bytes, if an addition needs every row
-        (tracked tasks), or if the group is too large for a message.
+        They are written again if this application writes them differently, if an addition needs
+        every row (tracked tasks), or if the group is too large for a message.
         """
         template = self._template
         is_ready = self._envelopes and template.can_write_again

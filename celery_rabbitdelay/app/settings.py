@@ -167,7 +167,8 @@ MAX_PREFIX_LENGTH: Final = 100
 #: The largest message that any RabbitMQ takes (``max_message_size``).
 MAX_MESSAGE_BYTES: Final = 512 * 2**20
 
-#: With 32, the clock exceeds the 5,000 queues above which RabbitMQ's documentation advises caution.
+#: With 32 shards, the layout "clock" exceeds the 5,000 queues above which RabbitMQ's documentation
+#: advises caution.
 MAX_SHARDS: Final = 32
 
 #: The characters of a prefix. Names that begin with "amq." are reserved for the broker.
@@ -202,7 +203,7 @@ def _is_signing_key(value: Any) -> bool:
     return True
 
 
-_NAMES: Final = SettingType("a list of names in which * and ? may stand", _is_list_of_words)
+_NAMES: Final = SettingType("a list of names, with the wildcards * and ?", _is_list_of_words)
 
 NAME_PREFIX: Final = SettingType(
     f"1 to {MAX_PREFIX_LENGTH} letters, digits, '-', '_', ':' and '.'; 'amq.' is the broker's own",
@@ -239,7 +240,7 @@ _MODULES: Final = SettingType(
 
 _SIGNING_KEY: Final = SettingType(
     f"a text of at least {MIN_KEY_BYTES} bytes, or a list of such texts, of which the first "
-    "signs: python -c 'import secrets; print(secrets.token_hex(32))' makes one",
+    "signs: python -c 'import secrets; print(secrets.token_hex(32))' generates a key",
     _is_signing_key,
     hidden,
 )
@@ -266,8 +267,8 @@ class Settings(SettingsGroup):
     #: for example ``{"name": "geometric", "factor": 60, "levels": 5}``; or a ``Layout``.
     layout: Annotated[object, _LAYOUT] = "clock"
 
-    #: The resolution in seconds. A list of levels and a ``Layout`` bring their own, and this
-    #: setting is not used: the tick of a list is its lowest unit.
+    #: The resolution in seconds. Not used with a list of levels, whose tick is its lowest unit, or
+    #: with a ``Layout``, which has a tick of its own.
     tick: Annotated[float, _TICK] = 0.1
 
     #: The type of the levels' queues: "quorum", or "classic", which can lose a message that goes
@@ -309,9 +310,9 @@ class Settings(SettingsGroup):
     #: destinations beyond ``checkin_allowed``.
     checkin_trusted: bool = False
 
-    #: The names of the queues and exchanges that distribution may reach, in the same way. None: the
-    #: queues that the application knows or that are bound to the levels, and every exchange but
-    #: those of Celery, of the broker and of the levels.
+    #: The names of the queues and exchanges that distribution may reach, with ``*`` and ``?``.
+    #: None: the queues that the application knows or that are bound to the levels, and every
+    #: exchange but those of Celery, of the broker and of the levels.
     distribution_allowed: Annotated[Sequence[str] | None, _NAMES] = None
 
     #: The key with which destination and due time are signed, or a list of keys: the first one
@@ -321,7 +322,7 @@ class Settings(SettingsGroup):
     #: Whether distribution refuses messages without a valid signature, if there is a key.
     signing_required: bool = True
 
-    #: The maximum bytes of a message's body, also of one in an envelope, that check-in and
+    #: The maximum bytes of a message's body, also within an envelope, that check-in and
     #: distribution take. A larger message is undeliverable.
     max_message_bytes: Annotated[int, whole_number(MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
 
@@ -452,8 +453,8 @@ def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[st
     """Return the key of each setting in a configuration, by the setting's name."""
     known = (*setting_types(Settings), *additions.settings)
     starts = PREFIX, _key_of("", namespace)
-    # Upper-case keys, which Celery ignores: its own were upper-case before 4.0, and Django's are.
-    # Behind a namespace, CELERY_ may be another application's namespace.
+    # Upper-case keys, which Celery ignores: Celery's own were upper-case before 4.0, and Django's
+    # are. With a namespace, CELERY_ may be another application's namespace.
     ignored = PREFIX.upper(), PREFIX.upper() if namespace else f"CELERY_{PREFIX.upper()}"
     read: dict[str, str] = {}
     unread: dict[str | None, str] = {}
@@ -464,7 +465,7 @@ def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[st
         elif name in known:
             read[name] = key
         else:
-            # The value is hidden, since the key may be a misspelt one of a secret.
+            # The value is hidden, since it may be a secret under a misspelt key.
             close = get_close_matches(name, known, 1)
             meant = f"the settings are {', '.join(PREFIX + each for each in known)}"
             if close:

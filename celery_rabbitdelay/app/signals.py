@@ -1,4 +1,4 @@
-"""Signals about delayed tasks, to be connected to as Celery's own are.
+"""Signals about delayed tasks; connect to them as to Celery's own.
 
 Each is sent in the process where it happens, with the application as ``sender`` and these
 arguments: ``task_id`` (str), ``due`` (an aware datetime, or None if it is unknown), and

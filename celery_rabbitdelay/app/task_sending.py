@@ -50,7 +50,7 @@ def publish_policy(
         app: The application.
         options: The options of ``apply_async``, as the caller has given them.
         retry: Whether Celery allows resending.
-        retry_policy: Celery's retry policy: the setting, with what the caller has given.
+        retry_policy: Celery's retry policy: the setting, overridden by the caller's option.
     """
     # Whether the caller, or a setting other than Celery's default, gives a number of retries.
     configured = app.conf.task_publish_retry_policy
@@ -100,8 +100,8 @@ class DelayedTaskProducer(DelayedProducer):
             chain and chord.
         options: The other options with which kombu makes the message.
         delayed: The task's message.
-        policy: How long, and how often, it is tried.
-        declares: The functions by which a publisher declares its destination.
+        policy: How long, and how often, to try to publish the message.
+        declares: The functions by which a publisher declares the task's destination.
     """
 
     body: Any
@@ -136,7 +136,7 @@ class DelayedTaskProducer(DelayedProducer):
         self._is_sent = False
 
     def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
-        """Publish the task into the levels, or an event that follows the task without a delay.
+        """Publish the task into the levels; publish an event that follows it without a delay.
 
         If the task is a callback, Celery 5.7 calls this again after a failure. All of these calls
         share one timeout.
@@ -251,7 +251,7 @@ given_producer: ContextVar[tuple[str, Any] | None] = ContextVar("given_producer"
 
 @dataclass
 class TaskSending(Send):
-    """One call of ``Celery.send_task``, which chooses its path.
+    """One call of ``Celery.send_task``; chooses the path of its task.
 
     Attributes:
         by_celery: Celery's ``send_task``, or the application's own, for a name and arguments.
@@ -269,14 +269,14 @@ class TaskSending(Send):
         """Send the task. The first of these rules that applies decides its path.
 
         - no delay, and no option or header of an addition: Celery's own path
-        - the broker is not RabbitMQ: the same; ``delay`` becomes a countdown
+        - the broker is not RabbitMQ: Celery's own path; ``delay`` becomes a countdown
         - ``rabbitdelay=False``, or a countdown or eta without takeover: a worker, which holds it
         - the task is due already: Celery's own path, at once
         - all others: the levels; :class:`.DelayedProducer` chooses between the task's queue and
           distribution
 
         A retry or a replacement carries the registry's headers even without a delay, since a later
-        one with a delay reads them.
+        retry with a delay reads them.
         """
         has_options = any(self.added.values())
         countdown = self.options.get("countdown")
@@ -304,7 +304,7 @@ class TaskSending(Send):
         due = self.delays.due(self.delay, countdown, eta, self.tolerance_ms)
         if due.is_past and not is_known:
             return self._send_with_eta()
-        # Also without a delay: workers ask the additions about tasks that come from the levels.
+        # Also without a delay, since workers ask the additions only about tasks from the levels.
         return self._send_into_levels(due, parts)
 
     @property
