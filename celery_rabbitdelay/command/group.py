@@ -24,7 +24,7 @@ class LazyCommands(shared.Commands):
     """The commands of the kernel and of additions; a deleted addition has none."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands that are there."""
+        """Return the names of the installed commands."""
         return sorted(name for name in additions.commands if _is_there(name))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

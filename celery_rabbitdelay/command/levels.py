@@ -73,9 +73,9 @@ def declare(with_queues: bool, dry_run: bool, **options: object) -> None:
     "--tolerance",
     type=shared.duration_type,
     default="0",
-    help="How late it may arrive, if that saves stops.",
+    help="How late the task may arrive, if that saves stops.",
 )
-@click.option("--task-id", default="", help="With several shards, it determines the shard.")
+@click.option("--task-id", default="", help="Selects the shard, if there are several.")
 @shared.topology_options
 def route(
     delay: Fraction, queue: str | None, tolerance: timedelta, task_id: str, **options: object
@@ -125,7 +125,7 @@ def explain(
     ]
     return {
         "delay_ms": delay_ms,
-        # The delay, rounded up to ticks, or to fewer stops within the tolerance, and 1 ms for each
+        # The delay, rounded up to ticks, or to fewer stops within the tolerance, plus 1 ms for each
         # pass-through queue.
         "total_ms": sum(stop["ttl_ms"] * stop["times"] for stop in stops),
         "destination": destination,
@@ -133,7 +133,7 @@ def explain(
         "capacity_ms": layout.capacity_ms,
         "meditations": meditations,
         "published": {"exchange": published.exchange, "routing_key": published.routing_key},
-        # Above the capacity, check-in publishes it there after meditation.
+        # Above the capacity, check-in publishes the message there after meditation.
         "entered": {"exchange": entered.exchange, "routing_key": entered.routing_key},
         "stops": stops,
         "delivery": topology.delivery.name,
@@ -158,7 +158,7 @@ def _lines(found: dict[str, Any], has_checkin: bool) -> Iterator[str]:
             f"message meditates first. Then check-in publishes it to {entered['exchange']} with "
             f"the routing key {entered['routing_key']}"
         )
-    yield f"When it is due, {found['delivery']} hands it to the queue {queue}"
+    yield f"When it is due, {found['delivery']} routes it to the queue {queue}"
     if found["meditations"] and not has_checkin:
         yield "rabbitdelay_modules lacks 'check-in': this application's producers refuse the delay"
     yield ""

@@ -30,13 +30,13 @@ from celery_rabbitdelay.publishing.refusals import reason_of
 _Function: TypeAlias = Callable[..., None]
 _Decorator: TypeAlias = Callable[[_Function], _Function]
 
-#: Where click's context keeps whether ``--json`` and ``--traceback`` are given.
+#: The keys in click's context for whether ``--json`` and ``--traceback`` are given.
 _JSON: Final = "celery_rabbitdelay.json"
 _TRACEBACK: Final = "celery_rabbitdelay.traceback"
 
 
 def _flag(*names: str, key: str, text: str) -> _Decorator:
-    """Return an option that no command takes as an argument; click's context keeps it."""
+    """Return a flag that click's context keeps, instead of an argument of the command."""
     return click.option(
         *names,
         is_flag=True,
@@ -114,7 +114,7 @@ def group(function: _Function) -> Commands:
 
 
 def options(*each: _Decorator) -> _Decorator:
-    """Return several options as one, in their order."""
+    """Return several options as one decorator, in their order."""
 
     def add(command: _Function) -> _Function:
         for option in reversed(each):
@@ -128,8 +128,8 @@ def as_one(argument: str, made: Callable[..., object], *each: _Decorator) -> _De
     """Return several options that a command takes as one argument.
 
     Args:
-        argument: Its name.
-        made: Returns its value; the options are its parameters.
+        argument: The name of the argument.
+        made: Returns the argument's value; the options are its parameters.
         *each: The options.
     """
 
@@ -266,7 +266,7 @@ def first_of(names: Sequence[str], most: int = 5) -> str:
 def broker() -> Iterator[Connection]:
     """Connect to the broker of producers, which may differ from that of consumers.
 
-    The command ends with one line if the broker cannot be reached or refuses.
+    The command ends with one line if the broker cannot be reached or refuses a request.
 
     Raises:
         click.UsageError: The URL of the management API is malformed, or the application's delays
@@ -281,7 +281,7 @@ def broker() -> Iterator[Connection]:
     except exceptions.RabbitDelayError:
         raise  # its text says what to do
     except BROKER_ERRORS as error:
-        message = f"cannot ask the broker {shown_url.shown_broker(connection)}: {error}"
+        message = f"a request to the broker {shown_url.shown_broker(connection)} failed: {error}"
         fail(error, message, EX_UNAVAILABLE)
 
 
@@ -299,7 +299,7 @@ def checked_connection(connection: Callable[[], Connection], what: str) -> Conne
     if is_rabbitmq and is_well_formed:
         return made
     if not is_rabbitmq:
-        raise click.UsageError(f"{what} is not RabbitMQ, whose URL begins with amqp:// or amqps://")
+        raise click.UsageError(f"{what} is not RabbitMQ: use a URL with amqp:// or amqps://")
     # Without the cause: its text quotes a part of the password as the port.
     raise click.UsageError(
         f"{what} is malformed: percent-encode all but letters and digits in user and password"

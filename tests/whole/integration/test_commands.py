@@ -35,7 +35,7 @@ LEAST: dict[str | None, tuple[str, ...]] = {
         "migrate --from-prefix other --ignore-registry",
         "transfer --from amqp://guest:secret@127.0.0.1:2//",
     ),
-    "Error: cannot ask the broker amqp://guest": (
+    "Error: a request to the broker amqp://guest": (
         *("declare", "delete --yes", "status"),
         *("undeliverable export", "undeliverable list", "verify"),
         *("undeliverable purge --yes", "undeliverable redrive"),
@@ -93,7 +93,7 @@ def test_the_help_needs_no_broker(command: str) -> None:
     ("line", "says", "url"),
     [
         *((line, says, AWAY) for says, lines in LEAST.items() if says for line in lines),
-        ("status", "Error: cannot ask the broker amqp://guest", "amqp://guest@nowhere.invalid"),
+        ("status", "Error: a request to the broker amqp://guest", "amqp://guest@nowhere.invalid"),
     ],
 )
 def test_without_a_broker_a_command_ends_with_one_line(line: str, says: str, url: str) -> None:
