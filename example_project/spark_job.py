@@ -10,7 +10,7 @@ from typing import Final
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
-#: All orders. The columns: the first character, counted from 1, and the width.
+#: The file of all orders; for each column, its first character, counted from 1, and its width.
 ORDERS: Final = Path(__file__).parent / "data" / "cdnow_orders.txt.gz"
 COLUMNS: Final = {
     "customer_id": (2, 5),

@@ -1,6 +1,6 @@
 """The shop's Spark job as the demonstration runs it: settings for a small machine, and a journal.
 
-A process of its own, as with ``spark-submit``; its Java process ends with it.
+It runs in a process of its own, as with ``spark-submit``; Spark's Java process ends with it.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -15,8 +15,8 @@ from example_project.demonstration import observed_shop
 from example_project.demonstration.journal import Dispatch
 from example_project.demonstration.servers import count_in_levels
 
-#: No reminder runs before Spark commits the write. On a busy machine that takes longer than the
-#: 14 s that the first one would wait.
+#: No reminder runs before Spark commits the write. On a busy machine, the commit takes longer than
+#: the 14 s until the first reminder is due.
 HEAD_START: Final = timedelta(seconds=5)
 
 #: Where Spark's Python processes import the application.

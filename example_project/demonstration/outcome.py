@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from example_project.demonstration.journal import Dispatch, Start
 
-#: The minimum number of reminders that wait when the worker is killed, or the run shows little.
+#: If fewer reminders wait when the worker is killed, the run shows little.
 LEAST_WAITING: Final = 1_000
 
 
@@ -144,7 +144,7 @@ class Outcome:
 
     @cached_property
     def lateness_before_kill(self) -> list[int]:
-        """The same for first attempts that started before the kill."""
+        """Start minus due of first attempts before the kill, in milliseconds, smallest first."""
         killed_ms = self.kill.killed_ms
         return sorted(
             start.lateness_ms for start in self.first_starts if start.started_ms <= killed_ms

@@ -14,7 +14,7 @@ def _counts(outcome: Outcome) -> str:
     rows: list[tuple[str, int | str, str]] = [
         ("sent", len(outcome.sent), f"of {dispatch.orders:,} orders, in {dispatch.seconds:.1f} s"),
         ("  listed in the registry", dispatch.listed, "as waiting, when Spark had ended"),
-        ("  in messages", dispatch.messages, "a message carries what is due at the same tick"),
+        ("  in messages", dispatch.messages, "a message carries the tasks of one tick"),
         ("due before they could be sent", outcome.overdue, "sent without a delay"),
         ("waiting when the worker was killed", kill.waiting, ""),
         (
@@ -24,7 +24,7 @@ def _counts(outcome: Outcome) -> str:
         ),
         ("delivered", outcome.delivered, f"{outcome.results:,} results in Redis say SUCCESS"),
         ("duplicates", outcome.duplicates, "orders with more than one mail"),
-        ("lost", outcome.lost, "sent, and no mail"),
+        ("lost", outcome.lost, "sent, but no mail"),
         ("refused", outcome.refused, "attempts, by the gateway"),
         ("retried", outcome.retried, f"orders; {outcome.retries:,} retries"),
         ("redelivered", outcome.redelivered, f"messages; {outcome.started_twice:,} ran twice"),

@@ -114,7 +114,7 @@ class Demonstration:
         deadline = time.monotonic() + DISPATCH_TIMEOUT
         while self._dispatcher.exit_code is None:
             if time.monotonic() > deadline:
-                raise DemonstrationFailed(self._dispatcher, f"takes over {DISPATCH_TIMEOUT:g} s")
+                raise DemonstrationFailed(self._dispatcher, f"exceeds {DISPATCH_TIMEOUT:g} s")
             self._look()
         dispatch = self._journal.dispatch()
         if dispatch is None:

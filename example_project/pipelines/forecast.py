@@ -17,7 +17,7 @@ from example_project.pipelines.replay import APP, session
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the pipeline; the arguments are those of the command line."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--step", default="1 minute", help="(default: %(default)s)")
+    parser.add_argument("--step", default="1 minute", help="time per row (default: %(default)s)")
     parser.add_argument(
         "--output",
         type=Path,

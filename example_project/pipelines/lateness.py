@@ -17,8 +17,8 @@ LOG: Final = "task_id string, due_ms bigint, started_ms bigint"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the pipeline; the arguments are those of the command line."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--log", default=str(FOLDER), help="the folder (default: %(default)s)")
-    parser.add_argument("--step", default="1 minute", help="(default: %(default)s)")
+    parser.add_argument("--log", default=str(FOLDER), help="the log folder (default: %(default)s)")
+    parser.add_argument("--step", default="1 minute", help="time per row (default: %(default)s)")
     given = parser.parse_args(arguments)
     log = session("lateness").read.schema(LOG).json(given.log).where("task_id is not null").cache()
     report(log, given.step).show(1000, truncate=False)

@@ -24,7 +24,7 @@ def options(description: str | None) -> ArgumentParser:
     """Return a parser with the options of a pipeline that reads the orders."""
     parser = ArgumentParser(description=description)
     add = parser.add_argument
-    add("--orders", type=Path, default=spark_job.ORDERS, help="the file (default: all orders)")
+    add("--orders", type=Path, default=spark_job.ORDERS, help="the file of orders (default: all)")
     add(
         "--begins",
         type=_instant,
