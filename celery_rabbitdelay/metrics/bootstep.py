@@ -53,7 +53,7 @@ class ServeMetrics(RabbitMQStep):
 
     Args:
         worker: The worker.
-        rabbitdelay_metrics_port: The port from the command line; None: from the settings.
+        rabbitdelay_metrics_port: The port from the command line; None: the setting counts.
         **options: The worker's other options.
     """
 
@@ -84,7 +84,7 @@ class ServeMetrics(RabbitMQStep):
         try:
             metrics: Metrics = delays.metrics
         except ImportError as missing:
-            takes = "takes the package: pip install 'celery-rabbitdelay[metrics]'"
+            takes = "takes the package prometheus-client: pip install 'celery-rabbitdelay[metrics]'"
             raise InvalidSetting(_PORT, self._port, takes) from missing
         if issubclass(worker.pool_cls, TaskPool):
             self._children = metrics.children = ChildCounts(metrics.count)
@@ -110,7 +110,7 @@ class ServeMetrics(RabbitMQStep):
             self._at_end.callback(self._children.stop)
         if getattr(worker, "pool_start_method", "fork") == "spawn":
             logger.warning(
-                "rabbitdelay metrics: the pool is not counted: worker_pool_start_method is 'spawn'"
+                "rabbitdelay metrics: cannot count in the pool: worker_pool_start_method is 'spawn'"
             )
         self._serve(worker, self._port)
 

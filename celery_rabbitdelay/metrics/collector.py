@@ -32,8 +32,8 @@ MAX_SERIES: Final = 2000
 #: The value of all labels in a combination beyond the maximum, or too long for a pipe.
 OTHER: Final = "(other)"
 
-#: The most bytes, without their length, that a pipe takes in one piece and never mixes with another
-#: process's.
+#: The most bytes, without the length before them, that a pipe takes in one piece and never mixes
+#: with bytes of another process.
 MAX_BYTES: Final = PIPE_BUF - 4
 
 #: Seconds that a stopping worker waits for the counts that are still in the pipe.
@@ -139,7 +139,7 @@ class ChildCounts:
     files as well.
 
     A full pipe blocks the process until the worker reads, like the pipe with the pool's results.
-    Make it before the processes are forked.
+    Make the pipe before the processes are forked.
 
     Args:
         count: Called in the worker, in a separate thread, with the counts of a process.

@@ -25,23 +25,22 @@ MODULE_REDELIVERED: Final = _observed_counter(
     "Messages that the worker's module put back into the levels: their destination refused them.",
 )
 UNDELIVERABLE: Final = _observed_counter(
-    "undeliverable", "Messages that the worker's module put into undeliverable, by its queue."
+    "undeliverable", "Messages that the worker's module moved from its queue into undeliverable."
 )
 BACKLOG: Final = gauge(
     "backlog",
-    "Messages that are ready in the queue of a module, of meditation, of undeliverable or of "
-    "paused tasks.",
+    "Ready messages in the queues of modules, meditation, undeliverable messages and paused tasks.",
     "queue",
 )
 PROBE_LATE: Final = gauge(
     "probe_late_seconds",
-    "Seconds that the last probe through a level was late; negative if early; while it is missing, "
-    "the lateness so far.",
+    "Lateness of the last probe through a level, negative if early; or the lateness so far of a "
+    "missing probe.",
     "level",
 )
 PROBE_MISSING: Final = _observed_counter(
     "probe_missing",
-    "Probes through a level that did not come within a minute of their time.",
+    "Probes through a level that were missing a minute after their due time.",
     "level",
 )
 PENDING: Final = gauge("pending", "Messages that wait in a level.", "level")

@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 #: The type of the token, a message that only the worker that sends probes holds.
 TOKEN_TYPE: Final = "rabbitdelay-probe-token"  # noqa: S105 - no password
 
-#: The name, in place of a level's, of the route through all levels.
+#: The name of the route through all levels, used like the name of a level.
 ROUTE: Final = "route"
 
 #: Levels per round; with the route and the token, a round has ten messages.
 LEVELS_PER_ROUND: Final = 8
 
-#: The longest wait of a probe in a level, in milliseconds. Through a larger digit, a probe has an
-#: ``expiration``.
+#: The longest wait of a probe in a level, in milliseconds. In the queue of a larger digit, a probe
+#: has an ``expiration``.
 LONGEST_WAIT_MS: Final = 60_000
 EXPIRATION_MS: Final = 1000
 
@@ -208,7 +208,8 @@ class ProbeService(Service):
             if counts is None or counts[0] <= 1:
                 if self.late.get(level, 0.0) < self.missing_after:
                     logger.error(
-                        "rabbitdelay %s: delays in %s do not end, or end late: run verify",
+                        "rabbitdelay %s: delays in %s do not end, or end late: run "
+                        "`celery rabbitdelay verify`",
                         self.name,
                         level,
                     )

@@ -1,4 +1,4 @@
-"""A shared cache for readings of a server, and a connection that reads a broker."""
+"""A shared cache for readings of a server, and a connection that queries a broker."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def why(error: Exception) -> str:
 
 
 class Reading(NamedTuple, Generic[_T]):
-    """The result of a look at a server.
+    """The result of a query to a server.
 
     Attributes:
-        value: The result of the last successful look; None without one.
-        taken: When that look succeeded.
-        error: Why the latest look failed; None if it succeeded.
+        value: The result of the last successful query; None without one.
+        taken: When that query succeeded.
+        error: Why the latest query failed; None if it succeeded.
     """
 
     value: _T | None = None
@@ -51,15 +51,15 @@ class Reading(NamedTuple, Generic[_T]):
 
 
 class Readings(Generic[_T]):
-    """Caches a reading of a server; the first caller after the period starts a new look.
+    """Caches a reading of a server; the first caller after the period starts a new query.
 
-    One look runs at a time, in its own thread. The caller that starts it waits for it. All other
-    callers get the previous reading, or wait as well before the first one.
+    One query runs at a time, in its own thread. The caller that starts the query waits for its end.
+    All other callers get the previous reading; before the first reading, they wait as well.
 
     Args:
-        look: Looks at the server.
+        look: Queries the server.
         period: Seconds for which a reading is cached.
-        patience: The longest wait of a caller, in seconds; None: until the look has ended.
+        patience: The longest wait of a caller, in seconds; None: until the query has ended.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Readings(Generic[_T]):
             return self._reading or Reading()
 
     def outdate(self) -> None:
-        """Let the next caller start a look, because the latest reading is outdated."""
+        """Let the next caller start a query, because the latest reading is outdated."""
         with self._changed:
             self._until = 0.0
 
@@ -101,9 +101,9 @@ class Readings(Generic[_T]):
         except AWAY as error:
             reading = before._replace(error=why(error))
             if before.error is None:
-                logger.warning("rabbitdelay metrics: a server cannot be read: %s", reading.error)
+                logger.warning("rabbitdelay metrics: cannot query a server: %s", reading.error)
         except Exception:
-            logger.exception("rabbitdelay metrics: reading from a server has failed")
+            logger.exception("rabbitdelay metrics: the query of a server failed unexpectedly")
             reading = before._replace(error="an unexpected error: see the log")
         with self._changed:
             self._reading, self._until = reading, time.monotonic() + self._period
@@ -128,7 +128,7 @@ class Broker:
         self._timeout = timeout
 
     def ask(self, question: Callable[[Connection], _T]) -> _T:
-        """Ask a question; again if the connection was lost since the last one.
+        """Ask a question; repeat it if the connection was lost since the last question.
 
         Raises:
             kombu.exceptions.OperationalError: The broker cannot be reached.

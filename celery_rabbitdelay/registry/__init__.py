@@ -1,14 +1,14 @@
 """The registry: decisions about waiting tasks, kept in Redis until the tasks arrive.
 
-A waiting task is a message in a queue of the broker, which cannot be taken out again. So a cancel,
-a postponement or a newer task with the same key writes a decision to Redis, and the worker reads
-the decision before the task runs. Code belongs here if it reads or writes the records of tasks,
-jobs and pauses.
+A waiting task is a message in a queue, and RabbitMQ cannot remove a single message from a queue. So
+a cancel, a postponement or a newer task with the same key writes a decision to Redis, and the
+worker reads the decision before the task runs. Code belongs here if it reads or writes the records
+of tasks, jobs and pauses.
 
 Read ``decision`` (the rule and its values), the scripts in ``lua`` (every script is atomic;
 ``arrive.lua`` is the rule, and ``shared.lua`` describes the record of a task), ``registry`` (calls
 the scripts), ``jobs``, ``pauses``, ``index`` (the keys and the index of waiting tasks), ``store``
-and ``connection``. These know nothing of Celery and AMQP. On top of them are the users' functions
-(``waiting``, ``holding``, ``commands``), the seams for the kernel (``addition``, ``rows``), and the
-worker's parts (``bootsteps``, ``decisions``).
+and ``connection``. None of these modules uses Celery or AMQP. On top of them are the users'
+functions (``waiting``, ``holding``, ``commands``), the seams for the kernel (``addition``,
+``rows``), and the worker's parts (``bootsteps``, ``decisions``).
 """

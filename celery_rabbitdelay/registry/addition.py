@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 NS_PER_US: Final = 1000
 
-#: Seconds after which a job is confirmed again, if Redis was away.
+#: Seconds until the next attempt to record a commit again, if Redis was away.
 CONFIRM_AGAIN: Final = 5.0
 
 
@@ -60,11 +60,11 @@ class RegistryAddition(Addition):
         return self.delays.settings_of(RegistrySettings)
 
     def check(self, options: Options) -> None:
-        """Refuse invalid options, and all options of the registry without one."""
+        """Refuse invalid options of the registry; without a registry, refuse all of them."""
         check_options(options, self._settings)
 
     def to_send(self, send: Send) -> AddedToSend | None:
-        """Return the registry's part of a send; None for a task without its options."""
+        """Return the registry's part of a send; None for a send without options of the registry."""
         wanted = RegistryOptions.of(self._settings, send.task, send.added, send.former)
         return RegisteredSend(send, wanted) if any(wanted) else None
 
@@ -75,7 +75,7 @@ class RegistryAddition(Addition):
         options: Options,
         fail: Callable[[Sequence[int], Exception], None],
     ) -> RowRegistration:
-        """Return the registration of a ``send_many``'s rows, all of which may have keys."""
+        """Return the registration of the rows of a ``send_many``; every row may have a key."""
         wanted = RegistryOptions.of(self._settings, task, options, {})
         return RowRegistration(self.delays, wanted, name, fail)
 
@@ -103,7 +103,7 @@ class RegistryAddition(Addition):
         return [decision.verdict is not Verdict.EXPIRED for decision in decisions]
 
     def note_arrived(self, note: WaitingMessage) -> Due | None:
-        """Record a job's commit again, in case Redis lost it; without Redis, the note waits."""
+        """Record a job's commit again, in case it was lost; without Redis, the note waits."""
         words = note.headers.registry
         job, job_id = words.get(names.JOB), words.get(names.JOB_ID)
         if (
@@ -112,7 +112,7 @@ class RegistryAddition(Addition):
             or note.properties.get("message_id") != job_id
         ):
             raise exceptions.UnprocessableMessage(
-                "it reports the commit of a job, but names no job"
+                "the note of a job's commit does not name a valid job"
             )
         try:
             registry_of(self.delays).jobs.confirm(str(job), str(job_id))
@@ -168,7 +168,7 @@ class RegisteredSend(AddedToSend):
 
     @property
     def is_alone(self) -> bool:
-        """Whether the send needs Redis, before or after it."""
+        """Whether Redis is needed before or after the send."""
         return bool(self._wanted.job) or self._wanted.is_registered
 
     def headers(self, due: Due) -> Options:
@@ -212,7 +212,7 @@ class RegisteredSend(AddedToSend):
         if not self._send.former and not is_sent_by_celery():
             raise error
         task_id = self._send.options["task_id"]
-        logger.warning("Task %s is sent without the registry: %s", task_id, error)
+        logger.warning("Cannot query the registry for task %s, sent anyway: %s", task_id, error)
 
     def confirmed(self, task_id: str, due: Due, delayed: Delayed) -> None:
         """Register the message."""

@@ -68,8 +68,8 @@ class RegistrySettings(SettingsGroup):
     #: run.
     registry_down: RegistryDown = "hold"
 
-    #: How long decisions are kept after the task's due time, in seconds. A task with an option of
-    #: the registry that arrives later is undeliverable.
+    #: How long decisions are kept after the task's due time, in seconds. If a task with an option
+    #: of the registry arrives later, it is undeliverable.
     registry_keep: Annotated[float, SECONDS] = 2_592_000.0
 
     #: "all" lists every waiting delayed task in the registry; "none" lists only tasks sent with
@@ -79,9 +79,7 @@ class RegistrySettings(SettingsGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.track == "all" and self.registry_url is None:
-            raise exceptions.InvalidSetting(
-                f"{PREFIX}track", "all", f"all needs {PREFIX}registry_url"
-            )
+            raise exceptions.InvalidSetting(f"{PREFIX}track", "all", f"needs {PREFIX}registry_url")
 
 
 _TEXT: Final = (
@@ -100,7 +98,7 @@ OPTIONS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 
 
 def check_options(options: Options, settings: RegistrySettings) -> None:
-    """Refuse invalid values of the registry's options, and all its options without a registry.
+    """Refuse invalid options of the registry; without a registry, refuse all of them.
 
     Args:
         options: The options of a send.
@@ -198,23 +196,21 @@ def is_tracked(delays: Delays, task: object) -> bool:
 
 RETURNED: Final = counter(
     "returned",
-    "Due tasks that went back to wait, once each: postponed, paused, job open, or Redis away.",
+    "Due tasks put back to wait, counted once: postponed, paused, job open, or Redis away.",
 )
 CANCELLED: Final = counter(
     "cancelled", "Due tasks that a worker discarded because they were cancelled."
 )
 SUPERSEDED: Final = counter(
-    "superseded", "Due tasks that a worker discarded for a newer one under their key."
+    "superseded", "Due tasks that a worker discarded for a newer task with their key."
 )
 EXPIRED: Final = counter(
-    "expired", "Due tasks that a worker discarded: job aborted, or not committed in time."
+    "expired", "Due tasks that did not run: job aborted or not committed in time, or task too late."
 )
 DUPLICATES: Final = counter(
     "duplicates", "Messages that a worker discarded because another message of the same task runs."
 )
-JOBS_EXPIRED: Final = counter(
-    "jobs_expired", "Jobs found not to have been committed in time.", labels=()
-)
+JOBS_EXPIRED: Final = counter("jobs_expired", "Jobs that were not committed in time.", labels=())
 REGISTRY: Final = Instrument(
     "registry_seconds",
     "histogram",
@@ -227,7 +223,7 @@ REGISTRY_FAILURES: Final = counter(
 )
 BREAKER_OPEN: Final = gauge(
     "registry_breaker_open",
-    "Whether the worker asks Redis nothing at the moment, because it did not answer: 1 or 0.",
+    "1 while the worker sends no query to Redis, because the last one failed; otherwise 0.",
 )
 
 
@@ -277,9 +273,9 @@ def how_kept(delays: Delays) -> tuple[str, int, int]:
 
 
 def register_sent(registry: Registry, registrations: Sequence[Registration]) -> list[str]:
-    """Register messages that the broker has confirmed; ignore a Redis that does not answer.
+    """Register messages that the broker has confirmed; log an error of Redis, do not raise it.
 
-    The headers of an unregistered message contain all that the registry needs when it arrives.
+    A message's headers contain all that the registry needs when the message arrives.
 
     Returns:
         The states, as from :meth:`.Registry.register`; empty if Redis does not answer.
@@ -288,8 +284,8 @@ def register_sent(registry: Registry, registrations: Sequence[Registration]) -> 
         return registry.register(registrations)
     except exceptions.RegistryUnavailable as error:
         logger.warning(
-            "%d tasks, the first with id %s, were sent but not registered: until they arrive, they "
-            "are not listed and do not supersede older ones: %s",
+            "Cannot register %d tasks that were sent (first id: %s). Until they arrive, they are "
+            "not listed and do not supersede older tasks: %s",
             len(registrations),
             registrations[0].task_id,
             error,

@@ -37,8 +37,8 @@ logger = get_logger(__name__)
 #: Seconds between two checks of the pauses.
 EVERY: Final = 1.0
 
-#: Seconds for which a worker returns tasks after a resume. Meanwhile, a worker whose cached pauses
-#: are older may still move tasks to the queue of paused tasks.
+#: Seconds for which a worker returns tasks after a resume. Meanwhile, workers with older cached
+#: pauses may still move tasks to the queue of paused tasks.
 AFTERWARDS: Final = 10.0
 
 #: Seconds that a stopping worker waits for the thread.
@@ -46,7 +46,7 @@ STOP_TIMEOUT: Final = 10.0
 
 
 class _Consumer(Protocol):
-    """The consumer of a worker, after the kernel's own bootstep."""
+    """A worker's consumer, as the kernel's bootstep leaves it."""
 
     app: DelayingCelery
     strategies: RestoringStrategies
@@ -60,7 +60,7 @@ class DecideOnArrival(RabbitMQStep):
     _decisions: Decisions | None = None
 
     def start(self, consumer: _Consumer) -> None:
-        """Start asking about tasks of a new connection."""
+        """Start asking about the tasks that a new connection receives."""
         strategies = consumer.strategies
         if consumer.app.rabbitdelay.setting("registry_url") and strategies.early_tasks is not None:
             self._decisions = strategies.decisions = Decisions(consumer, strategies.early_tasks)
@@ -72,7 +72,7 @@ class DecideOnArrival(RabbitMQStep):
             self._decisions.register(hub)
 
     def stop(self, consumer: _Consumer) -> None:
-        """Stop asking about tasks of a lost or closed connection."""
+        """Stop asking about the tasks of a lost or closed connection."""
         decisions, self._decisions = self._decisions, None
         if decisions is not None:
             consumer.strategies.decisions = None
@@ -123,10 +123,10 @@ class ReturnPaused(RabbitMQStep):
                 continue  # paused tasks stay in their queue
             except Exception as error:  # noqa: BLE001 - the thread must survive
                 if self._failures.allows(repr(error)):
-                    logger.warning("Resumed tasks return later to their queues: %r", error)
+                    logger.warning("Cannot return resumed tasks to their queues yet: %r", error)
 
     def _return_all(self) -> None:
-        """Return the resumed tasks among all messages of the queue of paused tasks."""
+        """Return the resumed tasks from the queue of paused tasks to their own queues."""
         settings, returned = self._delays.settings, 0
         queue = self._delays.topology.module_queues.paused.name
         with self._delays.app.connection_for_write(heartbeat=0) as connection:
@@ -155,7 +155,7 @@ class ReturnPaused(RabbitMQStep):
             return bool(paused)
         queue = headers.get(QUEUE)
         if word == encode_destination(DISTRIBUTION):
-            queue = queue or headers.get(ROUTING_KEY)  # of the default exchange
+            queue = queue or headers.get(ROUTING_KEY)  # its name in the default exchange
         else:
             queue = decode_destination(word) or queue
         return bool(paused_since(paused, task, str(queue)))

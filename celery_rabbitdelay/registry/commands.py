@@ -27,14 +27,14 @@ from celery_rabbitdelay.registry.waiting import Filters
 WORDS: Final = {
     Outcome.DONE: "done",
     Outcome.NOTED: "noted; the id is unknown, and its task may have arrived at a worker already",
-    Outcome.UNKNOWN: "unknown: no task waits under it",
+    Outcome.UNKNOWN: "unknown to the registry: nothing was changed",
     Outcome.RELEASED: "has arrived at a worker already",
     Outcome.CANCELLED: "was cancelled or superseded before",
 }
 
 
 def _instant(text: str, what: str) -> datetime:
-    """Parse an ISO 8601 instant; without a time zone it is in this machine's."""
+    """Parse an ISO 8601 instant; without a time zone, this machine's counts."""
     try:
         return datetime.fromisoformat(text).astimezone()
     except (OverflowError, ValueError) as wrong:  # also at the ends of the calendar
@@ -78,7 +78,7 @@ def pending(limit: int, **filters: Unpack[Filters]) -> None:
         shown = list(islice(delays.pending(**filters), limit))
         since = delays.pending_since()
     more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
-    last = f"{count:,} tracked tasks wait{more}; complete since {shared.local(since)}"
+    last = f"{count:,} tracked tasks wait{more}; the list is complete since {shared.local(since)}"
     found = {"count": count, "since": since, "tasks": [task._asdict() for task in shown]}
     shared.answer(found, chain(_table(shown), [last]))
 
@@ -146,7 +146,7 @@ HINT: Final = "; for a task that is not tracked or will be sent later, add --als
 _also_future: Final = click.option(
     "--also-future",
     is_flag=True,
-    help="Also for unknown ids: of tasks that are not tracked, or are sent later.",
+    help="Also for unknown ids: tasks that are not tracked, or will be sent later.",
 )
 
 
@@ -187,7 +187,7 @@ def _decide(tasks: Sequence[str], key: str | None, method: str, **options: objec
 @_filters
 @_also_future
 @click.option("--dry-run", is_flag=True, help="Only count the tasks that the filters choose.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask whether to cancel them.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 def cancel(
     tasks: tuple[str, ...],
     key: str | None,
@@ -199,11 +199,11 @@ def cancel(
     """Cancel waiting tasks: by ids, by key, or all tracked tasks that match filters."""
     if not any(filters.values()):
         if dry_run:
-            raise click.UsageError("--dry-run takes --task, --job, --due-before or --due-after")
+            raise click.UsageError("--dry-run needs --task, --job, --due-before or --due-after")
         _decide(tasks, key, "cancel", also_future=also_future)
         return
     if tasks or key is not None or also_future:
-        raise click.UsageError("a filter takes neither ids nor --key or --also-future")
+        raise click.UsageError("filters exclude ids, --key and --also-future")
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
     with with_registry() as delays:
@@ -246,7 +246,7 @@ def postpone(
     type=shared.seconds_type,
     default=3600,
     show_default=True,
-    help="Time after which an open job turns aborted.",
+    help="Time after which an open job is aborted.",
 )
 def job(action: str, name: str, expires: float) -> None:
     """Open, commit, abort or show the job NAME."""
@@ -275,7 +275,7 @@ _names: Final = shared.options(
 @_names
 @click.option("--until", type=instant_type, help="The instant at which the pause ends.")
 def pause(task: str | None, queue: str | None, until: datetime | None) -> None:
-    """Hold due tasks of a name, or for a queue, until the resume."""
+    """Hold due tasks of a name, or for a queue, until they are resumed."""
     _check(task, queue)
     with with_registry() as delays:
         paused = Paused(task, queue, delays.pause(task=task, queue=queue, until=until), until)

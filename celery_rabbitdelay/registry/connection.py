@@ -13,7 +13,7 @@ from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.shown_url import without_password
 from celery_rabbitdelay.registry.store import Store
 
-#: The URLs that the setting takes; all but the last are those of Celery's result backend.
+#: The schemes of the URLs that the setting takes.
 SCHEMES: Final = (
     "redis",
     "rediss",
@@ -25,7 +25,7 @@ SCHEMES: Final = (
     "rediss+cluster",
 )
 
-#: What the setting takes, in words.
+#: The values that the setting takes, for errors.
 TAKES_URL: Final = (
     f"a URL that begins with one of {', '.join(SCHEMES)}; its database is a whole number"
 )
@@ -33,7 +33,7 @@ TAKES_URL: Final = (
 SETTING: Final = "rabbitdelay_registry_url"
 OPTIONS: Final = "rabbitdelay_registry_options"
 
-#: Seconds for connecting, and for each answer, by default.
+#: The default timeout in seconds, for connecting and for every answer.
 TIMEOUT: Final = 0.5
 
 
@@ -45,8 +45,8 @@ def is_redis_url(url: object) -> bool:
 def _is_url_of_one(url: str) -> bool:
     with suppress(ValueError):
         parts = urlsplit(url)
-        _ = parts.port  # a number
-        # redis-py takes a database that is no number for 0.
+        _ = parts.port  # raises ValueError unless it is a number
+        # redis-py reads a database that is not a number as 0.
         path = ".*[^/].*" if parts.scheme in ("unix", "redis+socket") else "/?[0-9]*"
         return parts.scheme in SCHEMES and re.fullmatch(path, parts.path) is not None
     return False
@@ -64,7 +64,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
             :data:`TIMEOUT` by default, and bounds connecting as well.
 
     Raises:
-        InvalidSetting: No such URL or option, or the package ``redis`` is missing.
+        InvalidSetting: The URL or an option is invalid, or the package ``redis`` is missing.
     """
     invalid_url = partial(InvalidSetting, SETTING, without_password(url))
     scheme = url.partition("://")[0]
@@ -86,7 +86,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
         "socket_timeout": timeout,
         "socket_connect_timeout": timeout,
         "decode_responses": True,
-        # The id of a task may hold half of a surrogate pair; see names.py.
+        # The id of a task may hold half of a surrogate pair; see index.py.
         "encoding_errors": "surrogatepass",
         # By default, redis-py tries again for seconds, and runs a script twice if its answer
         # is lost.
@@ -94,8 +94,8 @@ def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
         **options,
     }
     if scheme.startswith("sentinel") and not given.get("master_name"):
-        raise invalid_url("takes rabbitdelay_registry_options = {'master_name': ...} beside it")
-    # Of the last kind is a record of ours in which another program has written.
+        raise invalid_url("needs rabbitdelay_registry_options = {'master_name': ...}")
+    # UnicodeDecodeError: another program has written bytes into a record.
     errors = (redis.RedisError, RedisClusterException, OSError, UnicodeDecodeError)
     try:
         with suppress(ValueError, redis.RedisError):
@@ -103,15 +103,15 @@ def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
             return Store(client, scheme.endswith("+cluster"), errors)
     except TypeError as wrong:
         raise InvalidSetting(OPTIONS, ", ".join(options), f"{wrong}") from wrong
-    # Without the cause: what urllib says of a port or a host may quote the password.
-    raise invalid_url(f"takes {TAKES_URL}: its host, port, database or a parameter is invalid")
+    # Without the cause: urllib's error about a port or a host may quote the password.
+    raise invalid_url(f"its host, port, database or a parameter is invalid: takes {TAKES_URL}")
 
 
 def _client_of(scheme: str, url: str, given: dict[str, Any]) -> Callable[[], Any]:
     """Return a function that makes a client.
 
     Raises:
-        TypeError: It could not connect with its options.
+        TypeError: redis-py does not take an option.
         ValueError: The URL is invalid.
     """
     from redis import Redis  # an extra
@@ -121,10 +121,10 @@ def _client_of(scheme: str, url: str, given: dict[str, Any]) -> Callable[[], Any
     if scheme.endswith("+cluster"):
         url = url.replace("+cluster", "", 1)
         parse_url(url)  # type: ignore[no-untyped-call]
-        # Not made here: it asks for the servers of the cluster at once.
+        # Not made here: a new client asks the cluster for its servers at once.
         return partial(RedisCluster.from_url, url, **given)
     if scheme == "redis+socket":
-        # Celery spells the database as kombu does.
+        # In Celery's URL, the database is called virtual_host, as in kombu.
         url = url.replace("redis+socket", "unix", 1).replace("virtual_host=", "db=")
     is_behind_sentinel = scheme.startswith("sentinel")
     make = _behind_sentinel if is_behind_sentinel else Redis.from_url

@@ -1,8 +1,9 @@
 """The registry's rule in pure Python, with its input and output types.
 
-The rule exists twice: ``arrive.lua`` and its neighbours apply it in Redis, and the functions here
-in memory, for tests of applications. In ``tests/registry``, ``integration/test_registry_rule.py``
-compares the two, and ``unit/test_registry_rule.py`` explores sequences of events.
+The rule exists twice: ``arrive.lua`` and the other scripts apply it in Redis, and the functions
+here apply it in memory, for tests of applications. In ``tests/registry``,
+``integration/test_registry_rule.py`` compares the two, and ``unit/test_registry_rule.py`` explores
+sequences of events.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from celery_rabbitdelay.levels.headers import DelayHeaders, Mark, is_digits, is_
 class Verdict(Enum):
     """The verdict on an arrived task."""
 
-    #: It runs.
+    #: The task runs.
     RUN = "run"
 
-    #: It does not run: it was cancelled.
+    #: The task does not run: it was cancelled.
     CANCELLED = "cancelled"
 
-    #: It does not run: its job was aborted, or was not committed in time.
+    #: The task does not run: its job was aborted, or was not committed in time.
     EXPIRED = "expired"
 
-    #: It does not run: a newer task was sent under its key.
+    #: The task does not run: a newer task was sent under its key.
     SUPERSEDED = "superseded"
 
-    #: It does not run, because another message of the same task does.
+    #: This message does not run: another message of the same task does.
     REPLACED = "replaced"
 
-    #: It does not run: it has run, was sent with ``once``, and RabbitMQ has not redelivered it.
+    #: The task does not run: it was sent with ``once``, has run, and is not redelivered.
     DUPLICATE = "duplicate"
 
-    #: It goes back into the levels: it was postponed or paused, or its job is still open.
+    #: The task goes back into the levels: it was postponed or paused, or its job is still open.
     LATER = "later"
 
-    #: It is undeliverable: it comes so late that decisions about it may have expired.
+    #: The task is undeliverable: it is so late that decisions about it may have expired.
     FORGOTTEN = "forgotten"
 
     #: The record of the task, of its key or of its job cannot be read.
@@ -48,10 +49,10 @@ class Verdict(Enum):
 
 
 class Outcome(Enum):
-    """The state in which ``cancel`` or ``postpone`` found a task, the least certain one first."""
+    """The states in which ``cancel`` or ``postpone`` finds a task, least certain first."""
 
-    #: Too late: the task has arrived at a worker already. A cancel stops its retries, and a worker
-    #: that has not started it may still revoke it, as Celery does; a postponement changes nothing.
+    #: Too late: the task has arrived at a worker already. A cancel stops the task's retries, and a
+    #: worker that has not started the task may still revoke it. A postponement changes nothing.
     RELEASED = "released"
 
     #: The registry does not know the task or the key; no decision was recorded.
@@ -111,14 +112,14 @@ class Arrival(NamedTuple):
         job: Its header :data:`JOB`; empty if it has none.
         job_id: Its header :data:`JOB_ID`; empty for the latest job of that name.
         once: The queue at which the task arrives, if only one message of the attempt may run there;
-            empty if all may.
+            empty if all messages may.
         mark: Its header :data:`ONCE`.
         name: The name of this arrival, if only one message may run; see :meth:`named`.
         redelivered: Whether RabbitMQ has delivered this message before.
         in_doubt: Its header :data:`REDELIVERED`.
-        put_back_ms: Until when the registry put it back last; 0 if never.
-        paused_ms: Since when its name or its queue is paused; 0 if neither is.
-        is_occurrence: Whether the record of a schedule decides, which never expires.
+        put_back_ms: Until when the registry last put it back; 0 for never.
+        paused_ms: Since when its name or its queue is paused; 0 if neither is paused.
+        is_occurrence: Whether it belongs to a schedule, whose record decides and never expires.
     """
 
     task_id: str
@@ -139,7 +140,7 @@ class Arrival(NamedTuple):
     is_occurrence: bool = False
 
     def named(self) -> Self:
-        """Give the arrival a new name, if only one message may run; its mark keeps the old name."""
+        """Return the arrival, renamed if only one message may run; its mark keeps the old name."""
         if not self.once:
             return self
         mark = self.mark.after(self.name) if self.name else self.mark
@@ -192,7 +193,7 @@ class Arrival(NamedTuple):
 
 
 class Registration(NamedTuple):
-    """A sent message to be registered.
+    """The registration of a sent message.
 
     Attributes:
         task_id: The task's id.
@@ -232,9 +233,9 @@ class Decision(NamedTuple):
 
     Attributes:
         verdict: The verdict.
-        until_ms: With ``LATER``: until when, in milliseconds since 1970-01-01 UTC.
+        until_ms: With ``LATER``: until when the task waits, in milliseconds since 1970-01-01.
         is_new_due: With ``LATER``: whether ``until_ms`` is the new due time of a postponed task;
-            otherwise the registry is only asked again then.
+            otherwise the registry is asked again at that time.
         why: With ``UNREADABLE``: the error from Redis.
         is_paused: With ``LATER``: whether the task waits for a resume. It waits until ``until_ms``
             only if it cannot wait in the queue of paused tasks.
@@ -276,11 +277,11 @@ class Record(NamedTuple):
 
     Attributes:
         cancelled: The life up to which the task is cancelled; None if it is not. If the task had
-            already run, its next life is cancelled too, because its message may be on its way.
+            already run, its next life is cancelled too: a message of that life may be on its way.
         not_before: The due time that the task was postponed to; None if it was not.
         won: Every attempt that was allowed to run, with the name of its message.
-        marks: With ``once``, the mark and the name of the last arrival that was let run, per
-            attempt.
+        marks: With ``once``, per attempt: the mark and the name of the last arrival that was
+            allowed to run.
         ran: The latest life in which a message was allowed to run; None if none was.
         waits: The registered attempt that waits; None if no attempt waits.
         copy: The name of the waiting attempt's message that was registered last.
@@ -305,7 +306,7 @@ class Record(NamedTuple):
         return max(self.ran or 0, waiting)
 
     def is_cancelled(self, life: int) -> bool:
-        """Return whether messages of a life do not run."""
+        """Return whether messages of a life are cancelled."""
         return self.cancelled is not None and life <= self.cancelled
 
     def settled(self) -> Record:
@@ -374,7 +375,7 @@ def _full(message: Arrival | Registration) -> tuple[str, str]:
 
 
 def _follows(message: Arrival, mark: Mark, arrival: str) -> bool:
-    """Return whether an arrival may replace the arrival that was let run."""
+    """Return whether an arrival may replace the arrival that was allowed to run."""
     is_known = arrival in (*message.mark.former, message.name)
     is_heir = is_known or mark.generation <= message.heir_of
     return mark.name == message.mark.name and is_heir

@@ -46,8 +46,8 @@ MIN_GATHERED: Final = 8
 
 #: The reason of a task that is undeliverable because decisions about it have expired.
 FORGOTTEN: Final = (
-    "it is older than the registry's memory (rabbitdelay_registry_keep): whether it was cancelled "
-    "or has run is no longer known"
+    "it is late by more than rabbitdelay_registry_keep: the registry no longer knows whether it "
+    "was cancelled or has run"
 )
 
 #: The signals for tasks that do not run.
@@ -196,7 +196,7 @@ class Decisions(BatchThread[_Due]):
         try:
             decisions = self._decide(batch)
         except Exception:  # the thread must survive
-            logger.exception("The decision on %d due tasks failed and is repeated", len(batch))
+            logger.exception("Cannot decide on %d due tasks; the decision is repeated", len(batch))
             self._ask_again(batch)
         else:
             self.act(partial(self._carry_out_all, batch, decisions))
@@ -208,7 +208,7 @@ class Decisions(BatchThread[_Due]):
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:
-            # A copy put back without a confirm may exist; it must not replace the same arrival.
+            # There may be a copy, put back without a confirm. It must not replace the same arrival.
             self.give(due._replace(arrival=due.arrival.named()), ASK_AGAIN)
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
@@ -244,13 +244,13 @@ class Decisions(BatchThread[_Due]):
         fate = "run" if self._runs_without else "go back into the levels until it answers"
         logger.warning(
             "The registry does not answer: delayed tasks with an option of the registry %s "
-            "(rabbitdelay_registry_down), all other tasks run: %s.",
+            "(rabbitdelay_registry_down); all other tasks run: %s.",
             fate,
             error,
         )
 
     def _later(self, away: float) -> Decision:
-        """Return the decision to ask again after as long as Redis has been away, within bounds."""
+        """Return the decision to wait as long as Redis was away, within bounds, and ask again."""
         return Decision(Verdict.LATER, wall_clock.ms() + pause_ms(away), is_answer=False)
 
     def _carry_out_all(self, batch: Sequence[_Due], decisions: Sequence[Decision]) -> None:
@@ -259,7 +259,7 @@ class Decisions(BatchThread[_Due]):
                 self._carry_out(due, decision)
             except Exception:  # must not stop the other tasks of the batch
                 logger.exception(
-                    "Task %s failed on its arrival; RabbitMQ redelivers it", due.shown_id
+                    "Cannot handle task %s on its arrival; RabbitMQ redelivers it", due.shown_id
                 )
 
     def _carry_out(self, due: _Due, decision: Decision) -> None:

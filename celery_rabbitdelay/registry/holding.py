@@ -27,8 +27,8 @@ from celery_rabbitdelay.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-#: How long before a job expires its note comes due: this share of the time, at most this number
-#: of milliseconds.
+#: The note of a commit is due before the job expires: by this share of the remaining time, but not
+#: by more than this number of milliseconds.
 NOTE_SHARE: Final = 0.25
 NOTE_MS: Final = 60_000
 
@@ -61,7 +61,7 @@ class Holding:
 
         Args:
             job: The name, which no recent job may have.
-            expires: Seconds, or a timedelta, after which the job, unless committed, turns aborted.
+            expires: Seconds, or a timedelta, after which the job is aborted unless committed.
 
         Raises:
             JobClosed: A job with this name exists.
@@ -89,8 +89,8 @@ class Holding:
             publish_signed(self._delays, Delayed(note, DISTRIBUTION, job_id, None), due)
         except PublishError as error:
             logger.warning(
-                "Job %r is committed in Redis only: if Redis loses the commit before the job's "
-                "expiry, its tasks do not run. RabbitMQ has no copy, because %s",
+                "Cannot keep a copy of the commit of job %r in RabbitMQ. If Redis loses the commit "
+                "before the job expires, the job's tasks do not run: %s",
                 job,
                 error,
             )
@@ -118,9 +118,7 @@ class Holding:
             try:
                 self.abort_job(job)
             except RegistryUnavailable as error:  # harmless: a job that is never committed expires
-                logger.warning(
-                    "Job %r could not be aborted and will expire instead: %s", job, error
-                )
+                logger.warning("Cannot abort job %r, which will expire instead: %s", job, error)
             raise
         self.commit_job(job)
 
@@ -133,15 +131,15 @@ class Holding:
     ) -> datetime:
         """Pause the delayed tasks of a name, or for a queue, until the resume.
 
-        Within a second, workers move arriving tasks of that name or queue that would run to the
-        queue of paused tasks. The tasks keep their due times. Tasks that have already arrived, and
-        tasks without a delay, still run.
+        Within a second, workers move these tasks on arrival to the queue of paused tasks instead of
+        running them. The tasks keep their due times. Tasks that have already arrived, and tasks
+        without a delay, still run.
 
         Args:
             task: The name of the tasks.
             queue: Instead of a name: the name of the queue.
-            until: The end of the pause; None for no end but :meth:`resume`. It replaces the end
-                given earlier.
+            until: The end of the pause; None if only :meth:`resume` ends it. The new end replaces
+                an earlier one.
 
         Returns:
             The start of the pause, which is in the past if the tasks were already paused.

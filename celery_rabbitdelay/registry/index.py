@@ -146,7 +146,7 @@ class Filter(NamedTuple):
 
     @property
     def is_of_kinds(self) -> bool:
-        """Whether only tasks of some kinds are meant."""
+        """Whether the filter selects tasks of some kinds only."""
         return self.task is not None or self.kinds is not None
 
     @classmethod
@@ -219,7 +219,7 @@ class Pending(NamedTuple):
         due: Its due time.
         key: Its ``key=``, or None.
         job: Its ``job=``, or None.
-        sent: When it was sent; None if an earlier version, which did not record it, sent the task.
+        sent: When it was sent; None if sent by an earlier version, which did not record the time.
         queue: The queue that gets the task when it is due; empty if the exchange routes it.
     """
 
@@ -329,7 +329,7 @@ class Index:
 
         Args:
             wanted: The filter.
-            after: The due time, in milliseconds, and the id of the task to begin behind.
+            after: The due time, in milliseconds, and the id of the task after which to begin.
             most: The limit of tasks to read, matching or not; None for no limit.
         """
         entries, read = self._due(wanted, after), 0
@@ -464,7 +464,7 @@ class Index:
             wanted: The filter.
             kinds: All kinds, if the filter names a task.
         """
-        if wanted.job is not None or not wanted.is_of_kinds:  # a job is rarer than a kind
+        if wanted.job is not None or not wanted.is_of_kinds:  # a job has fewer tasks than a kind
             return [*self.names.all_due(None, wanted.job)]
         chosen = kinds if wanted.kinds is None else sorted(wanted.kinds)
         named = (kind for kind in chosen if wanted.task in (None, kind.task))

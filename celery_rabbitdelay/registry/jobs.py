@@ -1,4 +1,4 @@
-"""Jobs: sets of tasks of which all run or none."""
+"""Jobs: sets of tasks; all tasks of a job run, or none."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from celery_rabbitdelay.registry.store import ScriptCall, Store, readable
 
 logger = logging.getLogger(__name__)
 
-#: The number of cached committed jobs, whose tasks need not ask Redis.
+#: The maximum number of cached committed jobs: workers do not ask Redis about their tasks.
 REMEMBERED: Final = 10_000
 
 
 class JobState(Enum):
     """The state of a job, which decides whether its due tasks run."""
 
-    #: They wait.
+    #: The job's due tasks wait.
     OPEN = "open"
 
-    #: They run.
+    #: The job's due tasks run.
     COMMITTED = "committed"
 
-    #: They do not run.
+    #: The job's due tasks do not run.
     ABORTED = "aborted"
 
 
@@ -43,7 +43,7 @@ class Job(NamedTuple):
         name: Its name.
         state: Its state.
         opened: When it was opened.
-        expires: When the job, unless committed, turns aborted.
+        expires: When the job is aborted unless committed.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Jobs:
     Args:
         store: Redis.
         names: The names of all keys.
-        keep_ms: How long a job's outcome is kept after its tasks, in milliseconds.
+        keep_ms: How long a job's outcome is kept after its name is free, in milliseconds.
         margin_ms: How long a job's name stays taken after its last task is due, in milliseconds.
 
     Attributes:
-        on_expired: Called for every job that was not committed in time, in the process that detects
-            it first.
+        on_expired: Called for every job that was not committed in time, in the first process that
+            notices the expiry.
     """
 
     def __init__(self, store: Store, names: Names, keep_ms: int, margin_ms: int) -> None:
@@ -77,19 +77,19 @@ class Jobs:
         #: The names and ids of committed jobs. A commit is final, and the tasks of a committed job
         #: run even after its record has expired.
         self._committed: set[tuple[str, str]] = set()
-        #: The ids of jobs whose opening Redis did not confirm to this process, for the next try.
+        #: The ids of jobs for which :meth:`open` got no answer; the next call uses the same id.
         #: Other threads that open the same job have their own ids.
         self._opening: dict[str, str] = {}
 
     def open(self, job: str, expires_ms: int) -> None:
-        """Open a job, whose tasks wait until it is committed.
+        """Open a job: its tasks wait until the job is committed.
 
-        If the answer of Redis is lost, repeat the call in the same process, which knows its own
-        job.
+        If the answer of Redis is lost, repeat the call in the same process, which remembers the
+        job's id.
 
         Args:
             job: The name.
-            expires_ms: Milliseconds after which the job, unless committed, turns aborted.
+            expires_ms: Milliseconds after which the job is aborted unless committed.
 
         Raises:
             JobClosed: A job with this name exists, open or not.
@@ -107,7 +107,7 @@ class Jobs:
         """Record the due time of a task that is sent with a job.
 
         Returns:
-            The job's state, or None if the job does not exist; and its id.
+            The job's state, or None if the job does not exist; and the job's id.
         """
         state, job_id, _ = self._call(job, "join", "", due_ms)
         return JobState(state) if state else None, job_id
@@ -116,7 +116,7 @@ class Jobs:
         """Commit or abort a job, in one write. Repeating the call changes nothing.
 
         Returns:
-            The job's id, and when it would have expired, in milliseconds since 1970-01-01 UTC.
+            The job's id, and when the job would have expired, in milliseconds since 1970-01-01.
 
         Raises:
             JobClosed: The job has ended in the other state, or does not exist.
@@ -128,11 +128,11 @@ class Jobs:
         return job_id, int(expires_ms)
 
     def confirm(self, job: str, job_id: str) -> None:
-        """Record again that a job was committed, in case Redis has lost it; see :meth:`end`."""
+        """Record a job's commit again, in case Redis has lost the commit; see :meth:`end`."""
         self._call(job, "confirm", job_id)
 
     def state(self, job: str) -> JobState | None:
-        """Return the state of a name's latest job; None if there is no such job."""
+        """Return the state of the latest job with a name; None if there is none."""
         state = self.states([(job, "")]).get((job, ""))
         known: JobState | None = readable(f"the record of job {job!r}", state)
         return known
@@ -162,7 +162,7 @@ class Jobs:
         return jobs
 
     def open_ones(self, now_ms: int) -> list[str]:
-        """Return the names of all jobs open at an instant by the clock of Redis."""
+        """Return the names of all jobs that are open at an instant of Redis's clock."""
         lists = [*self._names.open_jobs()]
         found: list[list[str]] = self._store.commands(
             lambda pipe: [pipe.zrangebyscore(key, f"({now_ms}", "+inf") for key in lists]
@@ -170,13 +170,13 @@ class Jobs:
         return [name for names in found for name in names]
 
     def states(self, jobs: Collection[tuple[str, str]]) -> dict[tuple[str, str], JobState | str]:
-        """Return the states of all existing jobs among these.
+        """Return the states of jobs, without the jobs that do not exist.
 
         Args:
             jobs: Names and ids; an empty id stands for the latest job of the name.
 
         Returns:
-            The state of every job, or an error text if its record cannot be read.
+            The state of every existing job, or an error text if the record cannot be read.
         """
         found = dict[tuple[str, str], JobState | str]()
         found |= {job: JobState.COMMITTED for job in jobs if job in self._committed}
@@ -203,7 +203,7 @@ class Jobs:
         return self._noted(job, answer)
 
     def _run(self, calls: Sequence[tuple[str, str, str, int]]) -> Sequence[Any]:
-        """Return the answers of ``job.lua`` to names of jobs, verbs, ids and instants."""
+        """Call ``job.lua`` with jobs' names, verbs, ids and instants; return the answers."""
         keys = [self._names.of("job", job) for job, *_ in calls]
         arguments = [(verb, own, at, self._margin_ms) for _, verb, own, at in calls]
         script = ScriptCall("job", keys, arguments, self._keep_ms)

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 #: How long a worker caches the pauses, in seconds.
 FRESH: Final = 1.0
 
-#: The rate, per second, at which all tasks held by a worker (by a pause or an open job) together
-#: ask again. A task may wait for its turn up to this share of the time that it has been held.
+#: How often per second a worker asks again about tasks that a pause or an open job holds. A task
+#: may wait for its turn up to this share of the time for which it has been held.
 PER_SECOND: Final = 50
 SHARE: Final = 0.25
 
@@ -67,7 +67,7 @@ class Pauses:
     def __init__(self, store: Store, names: Names) -> None:
         self._store = store
         self._key = names.only("paused")
-        self._unreadable = WarningLimit(logger, "Reads of the pauses")
+        self._unreadable = WarningLimit(logger, "Failed reads of the pauses")
         self._known: Mapping[str, int] | None = None
         self._known_until = 0.0
 
@@ -103,8 +103,8 @@ class Pauses:
     def known(self) -> Mapping[str, int]:
         """Return the pauses for :func:`paused_since`, from a cache of :data:`FRESH` seconds.
 
-        If the pauses cannot be read, no task is held, and an error is logged. While the cluster's
-        server that has them is away, its last answer counts.
+        If the pauses cannot be read, no task is held, and an error is logged. While the server that
+        has them is away, its last answer counts.
 
         Raises:
             RegistryUnavailable: Redis has not answered yet.
@@ -119,7 +119,7 @@ class Pauses:
                 raise
             known = before
         if known.keys() != (before or {}).keys():
-            logger.info("Due tasks are paused: %s", ", ".join(sorted(known)) or "none")
+            logger.info("Pauses have changed; paused now: %s", ", ".join(sorted(known)) or "none")
         self._known, self._known_until = known, time.monotonic() + FRESH
         return known
 
@@ -136,7 +136,7 @@ class Pauses:
             return {field: since_ms for field, (since_ms, _) in _read(answer).items()}
         except RegistryUnavailable as error:
             if self._unreadable.allows(str(error)):
-                logger.error("The pauses are ignored, all due tasks run: %s", error)
+                logger.error("Cannot read pauses; all due tasks run: %s", error)
             return {}
 
     def _look(self) -> Sequence[str]:
@@ -158,10 +158,10 @@ def paused_since(known: Mapping[str, int], task: str, queue: str) -> int:
 
 
 class Questions:
-    """Spreads the requests of held tasks: rare enough to be cheap, and soon after the hold ends."""
+    """Spreads questions about held tasks: few enough to be cheap, yet soon after the hold ends."""
 
     def __init__(self) -> None:
-        #: The time of the last request, if all held tasks ask one after the other.
+        #: The time of the last question, if all held tasks ask one after the other.
         self._last = 0.0
 
     def after_ms(self, held_ms: int) -> int:

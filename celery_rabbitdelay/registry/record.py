@@ -52,7 +52,7 @@ def stored(delayed: Delayed, content: Content | None = None, tolerance_ms: int =
 def restored(text: str, task_id: str) -> Delayed:
     """Return the message and its destination from the text form; see :func:`stored`.
 
-    The queue has its name only, because the text does not contain its arguments.
+    The queue has a name only, because the text does not contain the queue's arguments.
 
     Args:
         text: The text.
@@ -83,19 +83,19 @@ _FIELDS = ("cancelled", "ran", "waits", "due", "not_before", "order", "kind", "k
 class TaskState(Enum):
     """The state of a task in the registry."""
 
-    #: It waits, or is overdue.
+    #: The task waits, or is overdue.
     WAITING = "waiting"
 
-    #: It has arrived at a worker, and no retry waits.
+    #: The task has arrived at a worker, and no retry waits.
     ARRIVED = "arrived"
 
-    #: It was cancelled.
+    #: The task was cancelled.
     CANCELLED = "cancelled"
 
-    #: A newer task was sent under its key.
+    #: A newer task was sent under the task's key.
     SUPERSEDED = "superseded"
 
-    #: It was postponed, and is otherwise unknown.
+    #: The task was postponed, and is otherwise unknown.
     NOTED = "noted"
 
 
@@ -163,7 +163,7 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
 #: Celery's headers that describe a task for display.
 SHOWN: Final = ("shadow", "argsrepr", "kwargsrepr")
 
-#: How long a message may take to the broker, or from one queue to the next, in milliseconds.
+#: How long a message may take to reach the broker or the next queue, in milliseconds.
 SLACK_MS: Final = 2000
 
 
@@ -187,7 +187,7 @@ class MessageFacts(NamedTuple):
 
     @classmethod
     def of(cls, message: str | None) -> Self:
-        """Parse the text form of a message; empty or None if it is unknown."""
+        """Parse the text form of a message, which is empty or None if unknown."""
         if not message:
             return cls()
         try:
@@ -213,19 +213,19 @@ class KnownTask:
         postponed: The due time that it was postponed to.
         sent: When it was sent, if it is tracked and waits.
         key: Its key, if it waits.
-        job: Its job. This and the fields below are known of waiting tracked tasks only.
+        job: Its job. This field and the next ones are known for waiting tracked tasks only.
         job_state: ``open``, ``committed`` or ``aborted``; None if the job no longer exists.
         task: Its name.
         args: Its positional arguments as text: Celery's ``argsrepr``.
         kwargs: Its keyword arguments as text: Celery's ``kwargsrepr``.
         queue: The queue that gets the task when it is due; None if the exchange routes it.
         exchange: The exchange that gets the task when it is due.
-        routing_key: The routing key that the task has then.
+        routing_key: The routing key with which the exchange gets the task.
         priority: Its priority.
         may_be_in: The non-empty queues in which the message of a waiting task may be, as ``status``
             names them, with their message counts. For a tracked task this is one queue, or two
-            while the message moves to the next; for other tasks, all queues whose wait is long
-            enough. A message that is due may have left them.
+            while the message moves to the next queue; for other tasks, all queues whose wait is
+            long enough. A due message may have left these queues.
         missing: For a waiting task, the queues of levels and modules that the broker lacks.
     """
 
@@ -298,7 +298,7 @@ def _instant(at_ms: int | None) -> datetime | None:
 def _may_be_in(
     layout: Layout, record: Record, tolerance_ms: int | None, backlog: Backlog
 ) -> Iterator[tuple[str, int]]:
-    """Yield the queues in which a message may be, and their messages; see :class:`KnownTask`."""
+    """Yield the queues in which a message may be, and their message counts."""
     sent_ms, due_ms, now_ms = record.sent_ms, record.due_ms or 0, wall_clock.ms()
     if record.runs_ms > due_ms <= now_ms:
         # At the first due time, the message was put back for the remaining time.
@@ -324,7 +324,7 @@ def may_wait_in(layout: Layout, remaining_ms: int) -> Iterator[tuple[Level, int]
     """Yield the digits in whose queues a message with a given remaining time may be.
 
     The original delay is unknown. A message waits in its highest digit first, so these are all
-    digits that last, together with all lower digits, at least the remaining time.
+    digits whose wait, together with all lower digits, is at least the remaining time.
     """
     for level in layout.levels:
         for digit in range(max(remaining_ms // level.place_ms, 1), level.base):
@@ -336,15 +336,15 @@ def waits_in(
 ) -> Iterator[tuple[Level, int]]:
     """Yield the digits in whose queues a message may be, a given time after it was sent.
 
-    This is one digit, or two while the message moves to the next; a few more if a tolerance
+    This is one digit, or two while the message moves to the next queue; a few more if a tolerance
     allowed a longer delay with fewer stops.
 
     Args:
         layout: The layout.
         delay_ms: The delay when the message was sent, at most the capacity.
-        passed_ms: The time since then.
+        passed_ms: The time since the message was sent.
         tolerance_ms: How much longer the delay may have been.
-        slack_ms: The accuracy of both times, including the broker's time for passing a message on.
+        slack_ms: The inaccuracy of both times, including the broker's time for moving a message.
     """
     found: dict[tuple[Level, int], None] = {}
     latest_ms = min(delay_ms + slack_ms, layout.capacity_ms)

@@ -91,7 +91,7 @@ class Breaker:
 
 
 class Earlier(NamedTuple):
-    """A task to be moved to an earlier time, which takes a second message.
+    """A task whose new due time is earlier: the caller sends a second message.
 
     Attributes:
         name: The task's name.
@@ -168,8 +168,8 @@ class Registry:
         """Return the tickets for tasks that are about to be sent, without writing anything.
 
         Args:
-            tasks: The id and the key of every task; the id is empty if it is new, the key if the
-                task has none.
+            tasks: The id and the key of every task; the id is empty for a new task, the key for a
+                task without one.
         """
         ids = [task_id for task_id, _ in tasks if task_id]
         keys = [key for _, key in tasks if key]
@@ -242,9 +242,9 @@ class Registry:
         return words
 
     def _words_of_keys(self, arrivals: Sequence[Arrival]) -> Iterator[tuple[int, str]]:
-        """Yield the verdicts of keys that keep an arrival from running, with its position.
+        """Yield the verdicts of keys that keep an arrival from running, by the arrival's position.
 
-        Every arrival claims its key, in case its sender died before claiming it.
+        Every arrival claims its key, in case the sender died before the claim.
         """
         keyed = [number for number, each in enumerate(arrivals) if each.key and each.ticket.order]
         if not keyed:
@@ -270,8 +270,8 @@ class Registry:
         tasks are superseded, to remove them from the index.
 
         Returns:
-            The state of every task: ``waiting``, ``arrived`` (this message was let run already),
-            ``released`` (another message of the attempt was let run), ``cancelled``, or
+            The state of every task: ``waiting``, ``arrived`` (this message was allowed to run),
+            ``released`` (another message of the attempt was allowed to run), ``cancelled``, or
             ``superseded`` (a newer task has its key). For an unreadable record, an error text,
             which is also logged.
         """
@@ -317,8 +317,8 @@ class Registry:
                 tasks that are sent later.
 
         Raises:
-            RegistryUnavailable: Redis did not answer, or the record of a task cannot be read. In
-                the latter case all other tasks are cancelled.
+            RegistryUnavailable: Redis did not answer; or the record of a task cannot be read, and
+                all other tasks are cancelled.
         """
         found = zip(task_ids, self.cancel_each(task_ids, also_future), strict=True)
         return [readable(f"the record of task {task_id}", outcome) for task_id, outcome in found]

@@ -23,8 +23,8 @@ from celery_rabbitdelay.registry.record import stored
 #: The number of rows registered in one round trip.
 BATCH: Final = 500
 
-#: The number of rows whose tickets are fetched in one round trip, and the seconds after which a
-#: smaller batch is fetched when the next row comes.
+#: The number of rows whose tickets are fetched in one round trip. After these seconds, the next row
+#: ends a smaller batch.
 ASKED: Final = 500
 ASK_AFTER: Final = 0.05
 
@@ -38,7 +38,7 @@ class RowRegistration:
 
     Args:
         delays: The application's ``app.rabbitdelay``, whose registry is used where a row needs it.
-        wanted: The registry's options shared by all rows.
+        wanted: The registry's options that all rows share.
         task_name: The task's name.
         fail: Called with the numbers of rows that cannot be sent, and the error.
     """
@@ -139,7 +139,7 @@ class RowRegistration:
             call: The row's call.
             content: Returns the row's message; None if the message cannot be written a second time,
                 so that the task cannot be moved to an earlier time.
-            delayed: The message of one row, and the destination of all.
+            delayed: One row's message, and the destination of all rows.
         """
         copy = call.headers.get(COPY)
         if copy is None:
@@ -156,7 +156,7 @@ class RowRegistration:
         )
 
     def ended(self, rows: Iterable[int], is_confirmed: bool) -> None:
-        """Take the broker's answer on rows; register confirmed ones in batches."""
+        """Take the broker's answer about rows; register confirmed rows in batches."""
         for row in rows:
             registration = self._sent.pop(row, None)
             if registration is not None and is_confirmed:
@@ -173,13 +173,13 @@ class RowRegistration:
         self._registering = self._thread.submit(register_sent, registry_of(self._delays), batch)
 
     def wait(self) -> None:
-        """Wait until what :meth:`flush` has begun to register is registered."""
+        """Wait until the registration that :meth:`flush` started has ended."""
         if self._registering is not None:
             self._registering.result()
             self._registering = None
 
     def close(self) -> None:
-        """Register what is confirmed, and end."""
+        """Register the confirmed rows, and end the thread."""
         self.flush()
         self.wait()
         self._thread.shutdown()

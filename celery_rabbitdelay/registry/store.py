@@ -70,7 +70,7 @@ class ScriptCall(NamedTuple):
 
     @property
     def packed(self) -> Sequence[str | int]:
-        """The arguments, few of them: redis-py takes a microsecond per argument."""
+        """The arguments, packed into a few: redis-py takes a microsecond per argument."""
         own_us = wall_clock.own_us()
         keep = self.keep_ms if own_us is None else f"{self.keep_ms} {own_us}"
         return (keep, _json(self.arguments), *self.shared)
@@ -97,8 +97,7 @@ class Store:
     Attributes:
         connect: Returns a new client of redis-py.
         is_cluster: Whether only keys with the same hash tag are on the same server.
-        errors: The errors of redis-py; the first one is the base of the errors that Redis itself
-            answers.
+        errors: The errors of redis-py; the first one is the base class of Redis's error replies.
         on_call: Called after every round trip with its seconds and whether it succeeded.
     """
 

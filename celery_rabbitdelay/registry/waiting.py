@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 #: The outcomes, least certain first. The outcome of several tasks is their least certain one.
 LEAST_CERTAIN: Final = tuple(Outcome)
 
-#: The outcomes that a decision was recorded: the task will not run, or not before its new due time.
+#: The outcomes after which the task will not run, or not before its new due time.
 _DECIDED: Final = (Outcome.DONE, Outcome.NOTED)
 
 #: The outcome if a second message came too late, by its state in the registry.
@@ -107,8 +107,8 @@ class Waiting(Holding):
             also_future: Whether to record the cancellation of an unknown id.
 
         Returns:
-            The outcome. An unknown id gives ``NOTED``, or without ``also_future`` ``UNKNOWN``, as
-            does an unknown key. Several tasks give their least certain outcome.
+            The outcome. An unknown id gives ``NOTED``, or ``UNKNOWN`` without ``also_future``; an
+            unknown key gives ``UNKNOWN``. Several tasks give their least certain outcome.
 
         Raises:
             TypeError: Not exactly one of a task, a key and a job.
@@ -133,10 +133,9 @@ class Waiting(Holding):
                     self._delays.app.backend.mark_as_revoked(task_id, REASON, store_result=True)
         except SoftTimeLimitExceeded:
             raise
-        except Exception as error:  # noqa: BLE001 - the tasks are cancelled, whatever a backend says
+        except Exception as error:  # noqa: BLE001 - the tasks are cancelled anyway
             logger.warning(
-                "Cancelled tasks become REVOKED only when they are due, as the result backend "
-                "failed: %s",
+                "Cancelled tasks are not marked REVOKED until due; the result backend failed: %s",
                 error,
             )
         self._say_cancelled(found)
@@ -159,8 +158,8 @@ class Waiting(Holding):
     ) -> int:
         """Cancel all tasks that :meth:`pending` lists, a hundred at a time; return their number.
 
-        Their results become ``REVOKED`` when they would have been due. If the call fails halfway,
-        some tasks are cancelled: repeat it.
+        The results become ``REVOKED`` when the tasks would have been due. If the call fails
+        halfway, some tasks are cancelled: repeat the call.
 
         Args:
             sent_before: Cancel only tasks sent before this instant; by default before this call.
@@ -251,7 +250,7 @@ class Waiting(Holding):
     def _postpone(self, task_id: str, due: Due, also_future: bool) -> Outcome:
         record = record_of(self.registry, task_id) if due.is_past else None
         if record is not None and record.name is not None and record.due_ms is not None:
-            # The registry has a task sent again only if its new due time is earlier.
+            # The registry asks for a second message only if the new due time is earlier.
             due = Due.until(min(due.at_ms, record.due_ms - 1))
         outcome = self.registry.postpone(task_id, due.at_ms, also_future)
         if isinstance(outcome, Earlier):

@@ -1,5 +1,5 @@
 -- Decide whether arrived tasks run: the rule of the registry.
--- The words (life, attempt, won, once, mark) are explained in shared.lua.
+-- shared.lua explains the words life, attempt, won, once and mark.
 --
 -- KEYS  the record of every task
 -- ARGV  per task: copy, life, attempt, due, the queue if only one message of the attempt may run there,
@@ -13,8 +13,8 @@
 
 local notes, now_ms = ARGV[3] == '1', clock()
 
--- Return whether an arrival may replace the one that was let run: it is the same one, whose answer was
--- lost; or the other one has put its message back; or RabbitMQ has redelivered the message.
+-- Return whether an arrival may replace the one that was allowed to run: both are the same, and the answer
+-- was lost; or the former one has put its message back; or RabbitMQ has redelivered the message.
 local function follows(first, mark, former, heir_of)
   local name, generation, arrival = string.match(first, '^([^.]*)%.(%d+)%.(.*)$')
   return first == mark or name == string.match(mark, '^[^.]*')

@@ -57,7 +57,7 @@ local function call(job, verb, own, instant, margin_ms)
   local state, id, expires, expired, free =
     unpack(redis.call('HMGET', job, 'state', 'id', 'expires', 'expired', 'free'))
   if state and not states[state] then
-    error('its state is ' .. state)
+    error('invalid state ' .. state)
   end
   local is_new = state == 'open' and now_ms >= tonumber(expires)
   if is_new then

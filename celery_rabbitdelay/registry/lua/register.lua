@@ -3,8 +3,8 @@
 -- KEYS  the record of every task
 -- ARGV  per message: copy, life, attempt, due, key, order, kind, job, message; kind is empty if the task is
 --       not tracked
--- Returns per message the state of its task: "waiting", "arrived" (this message was let run already),
--- "released" (another message of the attempt was let run) or "cancelled".
+-- Returns per message the state of its task: "waiting", "arrived" (this message was allowed to run),
+-- "released" (another message of the attempt was allowed to run) or "cancelled".
 
 local now_ms = clock()
 local listed, kinds = {}, {}

@@ -3,10 +3,10 @@
 --   cancelled      the life (see below) up to which the task is cancelled; if the task had already run,
 --                  this includes the next life
 --   not_before     the due time that the task was postponed to
---   won:ATTEMPT    the name of the message that was let run
---   once:ATTEMPT   with "@" and a queue: the mark of the last message that was let run there: its name,
---                  the number of times it was put back, and the name of its arrival, separated by dots
---   ran            the latest life of which a message was let run
+--   won:ATTEMPT    the name of the message that was allowed to run
+--   once:ATTEMPT   with "@" and a queue: the mark of the last message that was allowed to run there: its
+--                  name, the number of times it was put back, and its arrival's name, separated by dots
+--   ran            the latest life of which a message was allowed to run
 --
 -- and for the registered attempt that waits:
 --

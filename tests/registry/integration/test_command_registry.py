@@ -45,7 +45,7 @@ def test_pending_lists_the_tasks_that_wait(shop: Any) -> None:
     lines = invoke(shop, "pending").stdout.splitlines()
     assert lines[0].split() == ["due", "in", "task", "id", "key", "job"]
     assert (first in lines[1], second in lines[2]) == (True, True)
-    assert lines[3].startswith("2 tracked tasks wait; complete since ")
+    assert lines[3].startswith("2 tracked tasks wait; the list is complete since ")
     for options, shown in {
         "--limit 1": [first],
         f"--key {key}": [first],
@@ -118,8 +118,8 @@ def test_the_command_asks_before_it_cancels_those_of_a_filter(shop: Any) -> None
     told = answer(shop, f"cancel --due-before {now} --yes", "cancel")
     assert told == {"count": 0, "cancelled": 0, "dry_run": False}
     for options, why in (
-        ("--dry-run", "--dry-run takes --task, --job, --due-before or --due-after"),
-        ("x --task look", "a filter takes neither ids nor --key"),
+        ("--dry-run", "--dry-run needs --task, --job, --due-before or --due-after"),
+        ("x --task look", "filters exclude ids, --key and --also-future"),
         ("--task look --json", "--json does not ask: give --yes or --dry-run"),
         ("--yes", "give the ids of tasks, or --key"),
     ):
@@ -135,8 +135,8 @@ def test_what_nobody_knows_is_unknown_and_leaves_no_record_unless_asked(
 ) -> None:
     name = f"unheard-of-{uuid4().hex}"
     told, keyed = invoke(shop, f"{command} {name}"), invoke(shop, f"{command} --key {name}")
-    assert told.stdout.startswith(f"{name}: unknown: no task waits under it; ")
-    assert keyed.stdout == f"{name}: unknown: no task waits under it\n"
+    assert told.stdout.startswith(f"{name}: unknown to the registry: nothing was changed; ")
+    assert keyed.stdout == f"{name}: unknown to the registry: nothing was changed\n"
     assert (told.exit_code, keyed.exit_code, shop.rabbitdelay.show(name)) == (1, 1, None)
     asked = invoke(shop, f"{command} {name} --also-future")
     assert asked.stdout.startswith(f"{name}: noted; ")
