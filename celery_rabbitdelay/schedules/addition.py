@@ -28,7 +28,7 @@ class ScheduleSettings(SettingsGroup):
     def check_beside(self, groups: Groups) -> None:
         """Refuse ``beat`` without a registry, which stores the schedules."""
         if self.beat and not any(getattr(group, "registry_url", None) for group in groups.values()):
-            raise InvalidSetting(f"{PREFIX}beat", True, f"True needs {PREFIX}registry_url")
+            raise InvalidSetting(f"{PREFIX}beat", True, f"needs {PREFIX}registry_url")
 
 
 class HasSchedules:

@@ -135,7 +135,7 @@ class Arrivals(BatchThread[_Came]):
         runs.forget_what_has_not_begun()
 
     def take(self, arrived: Arrived) -> None:
-        """Queue an occurrence that the registry lets run or has cancelled."""
+        """Queue an occurrence that the registry has released or cancelled."""
         self.give(_Came(arrived, new_copy()))
 
     def begin(self) -> None:
@@ -160,7 +160,7 @@ class Arrivals(BatchThread[_Came]):
                 self._check_schedules()
             except Exception as error:  # noqa: BLE001 - the next check may succeed
                 logger.warning(
-                    "rabbitdelay schedules: the check for missing ones failed: %s", error
+                    "rabbitdelay schedules: cannot check for missing occurrences: %s", error
                 )
 
     def _work_on(self, batch: list[_Came]) -> None:
@@ -175,7 +175,7 @@ class Arrivals(BatchThread[_Came]):
         try:
             self._note(fates)
         except RegistryUnavailable as error:
-            logger.warning("rabbitdelay schedules: fates of occurrences not stored: %s", error)
+            logger.warning("rabbitdelay schedules: cannot store occurrence fates: %s", error)
         for came, fate in fates:
             if fate is not None:
                 self._go_on(came, fate)
@@ -249,7 +249,7 @@ class Arrivals(BatchThread[_Came]):
             )
 
     def _published(self, decided: Iterator[_Came]) -> list[_Came]:
-        """Publish the following occurrences; return arrivals whose successor is confirmed."""
+        """Publish the following occurrences; return the arrivals for which nothing failed."""
         published: list[_Came] = []
         waiting: list[_Came] = []
         for came in decided:
@@ -268,11 +268,11 @@ class Arrivals(BatchThread[_Came]):
         task_id = celery_internals.shown(celery_internals.id_of(message))
         if isinstance(error, (*TEMPORARY_ERRORS, RegistryUnavailable)):
             logger.warning(
-                "Occurrence %s waits, because the next one is not published: %s", task_id, error
+                "Occurrence %s waits; cannot publish the next one yet: %s", task_id, error
             )
             self.give(came, TRY_AGAIN)
         else:
-            logger.error("Occurrence %s runs, but no other one follows: %r", task_id, error)
+            logger.error("Occurrence %s runs; cannot publish the next one: %r", task_id, error)
             self.act(partial(self._let_run, came.arrived))
 
     def _message(self, producer: DelayedProducer, came: _Came) -> Delayed:

@@ -26,8 +26,8 @@ OF_PUT: Final = frozenset(Schedules.put.__kwdefaults__ or ())
 FLAPPING_MS: Final = 3_600_000
 
 _FORMER: Final = (
-    "rabbitdelay_beat: code deployed later has replaced this code's beat entries. If this code was "
-    "rolled back, run: celery rabbitdelay schedules put-beat"
+    "rabbitdelay_beat: code deployed later has replaced this code's beat entries. If you rolled "
+    "back to this code, run: celery rabbitdelay schedules put-beat"
 )
 
 
@@ -86,7 +86,7 @@ class BeatEntries:
         change nothing: replaced entries are not put again for an hour.
 
         Args:
-            is_forced: Put the entries even if they were replaced, because the code was rolled back.
+            is_forced: Put the entries even if they were replaced: you rolled back to this code.
 
         Returns:
             Whether the schedules now match this code.
@@ -149,7 +149,7 @@ def _plan_entry(plan: _Plan, name: str, entry: Any) -> None:
         options |= {key: given.pop(key) for key in (OPTIONS | OF_PUT) & given.keys()}
         if given:
             left_out = ", ".join(sorted(given))
-            logger.warning("Beat entry %r runs without its options: %s", name, left_out)
+            logger.warning("Beat entry %r runs without its unsupported options: %s", name, left_out)
         args, kwargs = entry.args or (), entry.kwargs
         if any(type(value).__name__ == "BeatLazyFunc" for value in (*args, *kwargs.values())):
             raise InvalidSchedule(args, "takes no BeatLazyFunc: it is computed at each send")
@@ -164,7 +164,7 @@ def idle_beat(sender: Any, **_: Any) -> None:
 
     scheduler = sender.scheduler
     if type(scheduler) not in (beat.Scheduler, beat.PersistentScheduler):
-        logger.warning("rabbitdelay_beat: celery beat goes on, as it has a scheduler of its own.")
+        logger.warning("rabbitdelay_beat: celery beat keeps sending: it uses another scheduler.")
         return
-    logger.warning("rabbitdelay_beat: celery beat sends nothing and is not needed; workers send.")
+    logger.warning("rabbitdelay_beat: celery beat sends nothing; workers send its entries.")
     scheduler.tick = lambda *_, **__: scheduler.max_interval

@@ -34,7 +34,7 @@ def list_all() -> None:
 
 @schedules.command("next")
 @_name
-@click.option("--number", default=5, show_default=True, help="How many instants.")
+@click.option("--number", default=5, show_default=True, help="Number of due times.")
 def show_next(name: str, number: int) -> None:
     """Show the next due times of a schedule."""
     with with_registry() as delays:
@@ -88,7 +88,7 @@ def delete(name: str) -> None:
 @schedules.command("put-beat")
 @click.option("--end", is_flag=True, help="Delete these schedules, because beat runs again.")
 def put_beat(end: bool) -> None:
-    """Put Celery's beat_schedule, even if later code has replaced it."""
+    """Store Celery's beat_schedule as schedules, even if later code has replaced it."""
     with with_registry() as delays:
         entries = BeatEntries(delays.schedules)
         if end:
@@ -131,5 +131,5 @@ def _line(schedule: Schedule) -> str:
     paused = ", paused" if schedule.is_paused else ""
     task = schedule.task or "a task that Redis has lost"
     late = (wall_clock.now() - schedule.next_at).total_seconds()
-    missing = f", has not come for {late:.0f} s" if late > MISSING else ""
+    missing = f", overdue by {late:.0f} s" if late > MISSING else ""
     return f"{schedule.name}: {task}, next {shared.local(schedule.next_at)}{paused}{missing}"

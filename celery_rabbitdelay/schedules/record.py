@@ -39,7 +39,7 @@ from celery_rabbitdelay.worker.early_tasks import ToPublish, publish_each
 
 logger = logging.getLogger(__name__)
 
-#: The lease, in milliseconds, of the worker that repairs the schedules.
+#: How long the lease of the worker that repairs the schedules lasts, in milliseconds.
 HEALING_MS: Final = 30_000
 
 #: How late an occurrence may be, in milliseconds, before it is sent again; doubled with every
@@ -288,7 +288,7 @@ class NotedSchedule(NamedTuple):
             ``occurrence`` is None.
         is_deleted: Whether the schedule was deleted.
         is_paused: Whether the schedule is paused.
-        is_sent: Whether the sending of the first occurrence was confirmed to the caller of ``put``.
+        is_sent: Whether ``put`` got the confirm of the first occurrence.
         missed_ms: When a worker noticed that the occurrence is missing; 0 if none has.
         healed_ms: When the occurrence was last sent again; 0 for never.
         last: The due time, the arrival and the fate of the last occurrence that arrived; None if
@@ -501,7 +501,7 @@ class Records:
         decided: list[Decided | None] = []
         for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, str):
-                logger.error("Schedule %r: its record cannot be read: %s", name, answer)
+                logger.error("Cannot read the record of schedule %r: %s", name, answer)
                 decided.append(None)
                 continue
             goes_on, following, is_paused, order, is_lost = answer
@@ -520,7 +520,7 @@ class Records:
         Args:
             came: The occurrences and their fates.
             due: The next due times of their schedules, as for :meth:`note_due`.
-            lost: The waiting occurrences and the messages of schedules that Redis has lost.
+            lost: For schedules whose message Redis has lost: the waiting occurrence, the message.
         """
 
         def add(pipeline: Any) -> None:

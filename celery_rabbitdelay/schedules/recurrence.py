@@ -153,7 +153,7 @@ class Recurrence(NamedTuple):
         for rule in self.rules:
             if rule.startswith(_EVERY):
                 if not 1000 <= int(rule.removeprefix(_EVERY)) <= MAX_DELAY * 1000:
-                    raise ValueError("an interval is a second at least, and 100 years at most")
+                    raise ValueError("takes intervals from a second to 100 years")
             else:
                 _cron(rule)
         for day in self.excluded:
@@ -231,7 +231,7 @@ def _cron(rule: str) -> CronSim:
     try:
         found = CronSim(text, datetime(2000, 1, 1))
     except CronSimError as error:
-        raise ValueError(f"{rule!r} is no cron expression, or is never due: {error}") from None
+        raise ValueError(f"{rule!r} is not a cron expression, or is never due: {error}") from None
     found.day_and |= text != rule
     # cronsim searches 50 years; a 29th of February on a given weekday comes within 40.
     if next(copy(found), None) is None:

@@ -89,7 +89,7 @@ def try_start(registry: Registry, occurrence: Occurrence) -> bool:
             return False
     except RegistryUnavailable as error:
         logger.warning(
-            "Occurrence %s may overlap another one, because Redis is away: %s",
+            "Cannot check whether occurrence %s overlaps another run; it runs anyway: %s",
             occurrence.task_id,
             error,
         )
@@ -109,8 +109,8 @@ def given(consumer: Any, delivery: Delivery) -> None:
 def queue(registry: Registry, occurrence: Occurrence, lasts_ms: int) -> bool:
     """Take or release the place of the single occurrence that waits for the end of a run.
 
-    Every edit of a schedule has its own place, so that a waiting occurrence of an earlier edit,
-    which will be dropped, does not block it.
+    Every edit of a schedule has its own place. So a waiting occurrence of an earlier edit, which
+    will be dropped, blocks no occurrence of the new one.
 
     Returns:
         Whether the occurrence has the place; True also if Redis does not answer.
@@ -143,7 +143,7 @@ def _keep() -> None:
                 elif renews:
                     run.lease(LEASE_MS)
             except Exception as error:  # noqa: BLE001 - the thread must survive
-                logger.warning("Occurrence %s: its lease is not renewed: %s", task_id, error)
+                logger.warning("Cannot renew or end the lease of occurrence %s: %s", task_id, error)
 
 
 @worker_shutdown.connect

@@ -61,8 +61,8 @@ CatchUp = Literal["last", "all"]
 _CATCH_UPS: Final[Mapping[int, CatchUp]] = {LAST: "last", ALL: "all"}
 
 _TAKES: Final = (
-    f"takes a name of 1 to {MAX_NAME} bytes, times from 1970 on, a jitter of at most a day, the "
-    f"overlap {' or '.join(get_args(Overlap))}, and to catch up last, all or seconds"
+    f"takes a name of 1 to {MAX_NAME} bytes, times from 1970 on, a jitter of at most a day, an "
+    f"overlap of {' or '.join(get_args(Overlap))}, and a catch_up of last, all or seconds"
 )
 
 
@@ -202,7 +202,7 @@ class Schedules:
             exclude: Days in the time zone without occurrences: a date or its text, or a list of
                 these.
             jitter: The largest jitter, in seconds or as a timedelta. Every occurrence is late by
-                its own part of it, so that schedules do not all come due at once.
+                a part of the jitter, so that schedules do not all come due at once.
             overlap: The treatment of an occurrence while another run of the schedule has not ended:
                 ``"skip"`` skips it, ``"queue-one"`` lets one wait for the end and skips all
                 others, ``"allow"`` runs it at the same time. The default is ``"skip"`` for a
@@ -210,7 +210,7 @@ class Schedules:
                 worker was killed counts as ended after a minute.
             catch_up: Which missed occurrences run: ``"last"`` runs one for all of them, however
                 late; ``"all"`` runs all, one after the other; a number of seconds or a timedelta
-                runs the occurrences that are at most so late.
+                runs the occurrences that are late by at most this time.
             paused: Whether the schedule is paused; None leaves that as it is.
             **options: Further options of the task: see :data:`OPTIONS`.
 
@@ -255,7 +255,7 @@ class Schedules:
             instants = islice(recurrence.all_after(first_ms - 1), INSTANTS)
             gaps_ms = [later - former for former, later in pairwise(instants)]
             if gaps_ms and jitter_ms > (gap_ms := min(gaps_ms)):
-                takes = f"takes a jitter of at most {gap_ms / 1000:g} s: its gaps"
+                takes = f"takes a jitter of at most {gap_ms / 1000:g} s, its shortest gap"
                 raise InvalidSchedule(jitter, takes)
         delayed, revision = record.captured(self.app, made, task, args or (), kwargs or {})
         return self._put(made._replace(revision=revision), stored(delayed), paused)
@@ -268,7 +268,7 @@ class Schedules:
         """
         given = {**exported, **changes}
         if given.get("args", ()) is None:
-            takes = "needs an accept_content that lets its arguments be read"
+            takes = "lacks its arguments: export it with an accept_content that allows them"
             raise InvalidSchedule(given["name"], takes)
         options = given.pop("options", None) or {}
         return self.put(**given, **options)
@@ -375,7 +375,7 @@ class Schedules:
             if noted is None or noted.ahead_ms is None:
                 listed[name] = None
             elif noted.occurrence is None or not noted.message:
-                logger.warning("Schedule %r: Redis has lost it; put it again.", name)
+                logger.warning("Redis has lost schedule %r: put the schedule again.", name)
             elif noted.occurrence.due_ms > now_ms - record.HEAL_AFTER_MS:
                 listed[name] = noted.occurrence.due_ms
             elif (when := noted.heals(now_ms)) == "soon":
@@ -390,7 +390,7 @@ class Schedules:
                     self.app.rabbitdelay.recorder.record({OCCURRENCES: 1}, task, "sent again")
         records.note_due(listed)
         if healed:
-            logger.warning("Schedules whose occurrence is sent again: %s", ", ".join(healed))
+            logger.warning("Resending missing occurrences of schedules: %s", ", ".join(healed))
         record.send_all(self.app.rabbitdelay, list(healed.values()))
         return list(healed)
 

@@ -120,8 +120,8 @@ def test_what_waits_for_a_resume_is_not_sent_again(
     # Nobody serves its queue: when it is sent again, the other ones would have been.
     put_soon("c", 2, task="late-note", queue=second)
     with Worker({**stage.settings, **HASTY}, [default, reports]) as worker:
-        wait_for(lambda: "sent again: " in worker.log, "healing", PATIENCE)
-        assert "sent again: c" in worker.log
+        wait_for(lambda: "Resending missing occ" in worker.log, "healing", PATIENCE)
+        assert "occurrences of schedules: c" in worker.log
         assert not any(follows(stage.shop, first[name], name) for name in first)
         for each in paused:
             stage.shop.rabbitdelay.resume(**each)
@@ -171,9 +171,7 @@ def test_an_occurrence_runs_although_its_confirm_comes_after_ten_others(stage: S
         wait_for(lambda: records.get(["a"])[0].done_ms > 0, "the first decision", PATIENCE)
         with Worker(stage.settings):
             stage.until_ran(10)
-            wait_for(
-                lambda: "waits, because the next one is not published" in waits.log, "it", PATIENCE
-            )
+            wait_for(lambda: "waits; cannot publish the next one yet" in waits.log, "it", PATIENCE)
             wait_for(lambda: first in stage.instants(), "the first occurrence", PATIENCE)
             stage.until_none_is_missing()
     assert_each_once(stage.instants())
