@@ -6,10 +6,10 @@ the command line; in pytest's configuration, their names have underscores:
 ======================================= ========================================================
 ``--rabbitdelay-app=shop.tasks:app``    the application
 ``--rabbitdelay-broker=amqp://...``     an existing RabbitMQ, instead of a private one
-``--rabbitdelay-redis=redis://...``     an existing Redis, likewise
-``--rabbitdelay-management=http://...`` its management API, by default on port 15672
+``--rabbitdelay-redis=redis://...``     an existing Redis, instead of a private one
+``--rabbitdelay-management=http://...`` the management API of RabbitMQ, by default on port 15672
 ``--rabbitdelay-worker=thread``         the worker in a thread; by default a process
-``--rabbitdelay-worker-options=...``    of ``celery worker``; by default ``--concurrency=1``
+``--rabbitdelay-worker-options=...``    the worker's options; by default ``--concurrency=1``
 ======================================= ========================================================
 """
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from celery_rabbitdelay.testing.travel import Travel
 
 #: A line for ``rabbitmq.conf``: a travel holds messages unacknowledged, and RabbitMQ closes the
-#: channel after 30 minutes of real time by default. This makes it a day.
+#: channel after 30 minutes of real time by default. This line allows a day.
 LONG_TRAVELS: Final = "consumer_timeout = 86400000"
 
 _OPTIONS: Final = {
     "app": "the Celery application of the tests, as module:attribute",
     "broker": "the URL of an existing RabbitMQ; by default a private one is started",
     "redis": "the URL of an existing Redis; by default a private one is started",
-    "management": "the URL of that RabbitMQ's management API; by default on port 15672",
+    "management": "the URL of RabbitMQ's management API; by default on port 15672",
     "worker": "process (the default) or thread: where the worker of the tests runs",
     "worker-options": "options of celery worker; by default --concurrency=1",
 }
@@ -69,9 +69,10 @@ class Named(NamedTuple):
 
 @pytest.fixture(scope="session")
 def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServer | Named]:
-    """Return the RabbitMQ of this run: a private one, which tests may kill, unless named.
+    """Return the RabbitMQ of this run: the one that the option names, or a private one.
 
-    ``url`` is its URL. On one that the option names, the run has a virtual host of its own.
+    ``url`` is its URL. Tests may kill a private RabbitMQ. On another one, the run has a virtual
+    host of its own.
     """
     if url := _option(request.config, "broker"):
         from celery_rabbitdelay.testing.session import own_virtual_host
@@ -86,9 +87,9 @@ def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServe
 
 @pytest.fixture(scope="session")
 def rabbitdelay_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer | Named]:
-    """Return the Redis of this run: a private one, which tests may kill and suspend, unless named.
+    """Return the Redis of this run: the one that the option names, or a private one.
 
-    ``url`` is its URL.
+    ``url`` is its URL. Tests may kill and suspend a private Redis.
     """
     if url := _option(request.config, "redis"):
         yield Named(url)
@@ -113,7 +114,7 @@ def rabbitdelay_celery_app(request: pytest.FixtureRequest) -> object:
 
 @pytest.fixture(scope="session")
 def _rabbitdelay_sessions() -> list[Session]:
-    """Return the session of the application that uses the servers at the moment."""
+    """Return a list with the session of the application that uses the servers now."""
     return []
 
 

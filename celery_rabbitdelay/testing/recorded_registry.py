@@ -35,7 +35,7 @@ class _Noted:
         record: The record that the rule reads.
         sent: The registration of the waiting attempt; None if no attempt waits.
         sent_ms: When the attempt was sent, in milliseconds since 1970-01-01 UTC.
-        until_ms: When this entry expires, likewise.
+        until_ms: When this entry expires, in the same unit.
     """
 
     record: rule.Record = rule.EMPTY
@@ -62,8 +62,8 @@ class RecordedRegistry(Registry):
 
     Args:
         prefix: As for :class:`.Registry`.
-        keep_ms: Likewise.
-        margin_ms: Likewise.
+        keep_ms: As for :class:`.Registry`.
+        margin_ms: As for :class:`.Registry`.
         postponed: Called with the id and the new due time of a postponed task.
     """
 
@@ -163,7 +163,7 @@ class RecordedRegistry(Registry):
         return verdict
 
     def register(self, registrations: Sequence[Registration]) -> list[str]:
-        """Note messages that were sent; a message with a key supersedes older ones."""
+        """Record messages that were sent; a task with a key supersedes older ones."""
         with self._lock:
             return [self._register(each) for each in registrations]
 
@@ -198,7 +198,7 @@ class RecordedRegistry(Registry):
         return str(order), task_id
 
     def postpone(self, task_id: str, due_ms: int, also_future: bool = True) -> Outcome | Earlier:
-        """Give a task another due time."""
+        """Change the due time of a task."""
         with self._lock:
             noted, listing = self._noted(task_id), self.listing(task_id)
             newest = self._order_under(noted.key)
@@ -236,11 +236,11 @@ class _Index(Index):
         yield Part(found, len(found), (0, ""))
 
     def count(self, wanted: Filter) -> int:
-        """Return how many tasks wait."""
+        """Return the number of matching tasks."""
         return sum(1 for _ in self.pending(wanted))
 
     def messages(self, task_ids: Sequence[str]) -> list[str | None]:
-        """Return the messages that send tasks anew."""
+        """Return the stored messages of tasks, from which they can be sent again."""
         listings = map(self.registry.listing, task_ids)
         return [None if each is None else each.message for each in listings]
 
@@ -257,7 +257,7 @@ class _Job:
     Attributes:
         job_id: Its id.
         expires_ms: When it is aborted unless committed, in milliseconds since 1970.
-        free_ms: When another job may take its name, likewise.
+        free_ms: When another job may take its name, in the same unit.
         ended: "committed" or "aborted"; empty before.
     """
 

@@ -77,7 +77,7 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
     """
     if not isinstance(app, Celery):
         raise TypeError(
-            f"expected a celery_rabbitdelay.Celery or an installed application: {app!r}"
+            f"takes a celery_rabbitdelay.Celery or an installed application, not {app!r}"
         )
     recording = Recording(app)
     with ExitStack() as stack:
@@ -152,7 +152,7 @@ class Recording:
         """Assert that no send has these fields, which are as for :meth:`one`.
 
         Raises:
-            AssertionError: Some have; the error lists them.
+            AssertionError: A send has these fields; the error lists all such sends.
             TypeError: A send has no such field.
         """
         wanted = Wanted(task, fields)

@@ -40,7 +40,7 @@ class Sent:
     Attributes:
         task: The task's name.
         args: Its positional arguments, as its worker gets them: JSON turns tuples into lists.
-        kwargs: Its keyword arguments, likewise.
+        kwargs: Its keyword arguments, as its worker gets them.
         task_id: Its id.
         due: When it may start, an aware datetime.
         delay: The time from the send to ``due``.
@@ -123,7 +123,7 @@ class Recorded:
 
     @classmethod
     def of(cls, message: amqp.Message, address: Address, due: Due | None) -> Self | None:
-        """Read a message; None for a note or an event.
+        """Return the task of a message; None for a note or an event.
 
         Args:
             message: The message.
@@ -177,7 +177,7 @@ def _times(due: Due | None, eta: Any) -> tuple[int, int, bool]:
     if due is not None:
         delay_ms = max(due.at_ms - now_ms, 0) if due.is_instant else max(due.delay_ms, 0)
         return due.at_ms, delay_ms, due.is_instant
-    # A worker would keep it until its eta.
+    # A worker would keep the task until its eta.
     instant = eta_of(eta, UTC)
     due_ms = now_ms if instant is None else max(milliseconds_of(instant), now_ms)
     return due_ms, due_ms - now_ms, instant is not None
@@ -199,7 +199,7 @@ class Wanted:
         known = [each.name for each in fields(Sent)]
         for name in given:
             if name not in known:
-                raise TypeError(f"a send has no {name}; it has {', '.join(known)}")
+                raise TypeError(f"a send has no field {name}; it has {', '.join(known)}")
         self._fields = dict(given)
         if task is not None:
             self._fields = {"task": task if isinstance(task, str) else str(task.name), **given}

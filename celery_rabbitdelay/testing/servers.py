@@ -1,4 +1,4 @@
-"""Private Redis and RabbitMQ servers for tests, on free ports, which are always stopped again.
+"""Private Redis and RabbitMQ servers for tests, which use free ports and are always stopped.
 
 A server has its own temporary folder, and never touches the port, data, cookie or Erlang port
 mapper of an installed service. Use it as a context manager::
@@ -67,7 +67,7 @@ def wait_for(
         if condition():
             return
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {timeout:g} s")
+            raise TimeoutError(f"timed out after {timeout:g} s, waiting for {what}")
         # An expensive condition would take processor time from the thing that it checks.
         time.sleep(max(interval, 4 * (time.thread_time() - spent)))
 
@@ -221,7 +221,7 @@ class Server(Process):
 
     def _wait_for_start(self, answers: Callable[[], object], what: str) -> None:
         try:
-            wait_for(answers, f"start of {what}", START_TIMEOUT, interval=0.1)
+            wait_for(answers, f"the start of {what}", START_TIMEOUT, interval=0.1)
         except TimeoutError as timeout:
             raise ServerNotStarted(f"{timeout}\n{self.log[-2000:]}") from timeout
 
@@ -245,7 +245,7 @@ class Server(Process):
         if sys.platform == "linux":
             # The signal takes effect later: a broker may still confirm a message or two.
             state = Path(f"/proc/{self.pid}/stat")
-            wait_for(lambda: ") T " in state.read_text(), f"{self.package}, frozen")
+            wait_for(lambda: ") T " in state.read_text(), f"{self.package} to freeze")
 
     def resume(self) -> None:
         """Let a suspended server go on (SIGCONT)."""

@@ -33,7 +33,7 @@ from celery_rabbitdelay.testing.worker import (
     taking_part,
 )
 
-#: The prefixes of environment variables that take precedence over the configuration in Celery.
+#: In Celery, environment variables with these prefixes take precedence over the configuration.
 _PREFERRED: Final = ("CELERY_BROKER_", "CELERY_RESULT_BACKEND")
 
 #: Seconds that a worker may take to start.
@@ -66,7 +66,7 @@ class Worker(Process):
         self._options = options
 
     def why_ended(self) -> str | None:
-        """Return that the worker has ended, with the end of its log; None while it runs."""
+        """Return an error text with the end of the log if the worker has ended; else None."""
         if self.running:
             return None
         return f"the worker has ended; the end of its log:\n{self.log[-3000:]}"
@@ -112,7 +112,7 @@ class HasURL(Protocol):
 
 
 class Session:
-    """Uses servers for tests for an application, until the session is closed.
+    """Moves an application to servers for tests, until the session is closed.
 
     The levels get a prefix of their own. A registry, and a result backend in Redis, move to the
     Redis for tests.
@@ -169,7 +169,7 @@ class Session:
             exits.callback(self._give_back, dict(app.conf.changes or {}))
             app.conf.update(settings)
             confirm_all(app)
-            # It may have been used already, on other servers.
+            # app.rabbitdelay may have been used already, on other servers.
             app.rabbitdelay.reset()
             exits.callback(self._forget)
             self._exits = exits.pop_all()
@@ -272,14 +272,14 @@ def name_of(app: object) -> str:
                 if value is app:
                     return f"{module_name}:{name}"
     raise LookupError(
-        f"no module has {app!r} as an attribute, so no other process can import it: make it one, "
-        "or set rabbitdelay_worker = thread in pytest's configuration"
+        f"no other process can import {app!r}: make it an attribute of a module, or set "
+        "rabbitdelay_worker = thread in pytest's configuration"
     )
 
 
 @contextmanager
 def own_virtual_host(broker_url: str, management_url: str = "") -> Iterator[str]:
-    """Make a virtual host with the management API, and delete it with all that is in it.
+    """Make a virtual host with the management API, and delete it at the end of the block.
 
     Args:
         broker_url: The broker; its user gets all permissions there.
@@ -302,7 +302,7 @@ def own_virtual_host(broker_url: str, management_url: str = "") -> Iterator[str]
         api.change("PUT", "permissions", name, unquote(user), **everything)
     except ManagementUnavailable as error:
         raise ServerNotStarted(
-            "the management API made no virtual host for the tests; name another API with "
+            "cannot make a virtual host for the tests; name another management API with "
             f"--rabbitdelay-management: {error}"
         ) from error
     try:

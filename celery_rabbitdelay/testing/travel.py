@@ -185,7 +185,7 @@ class Travel:
         until_ms = (now_ms if to is None else milliseconds_of(to)) + length_ms
         if until_ms < now_ms:
             raise ValueError(
-                f"travel only goes ahead, not from {self.now} to {instant_of(until_ms)}"
+                f"cannot travel back in time, from {self.now} to {instant_of(until_ms)}"
             )
         with self._holding() as held:
             if wait:
@@ -395,7 +395,7 @@ class HeldMessages:
     yet then exist twice.
 
     Args:
-        like: A connection to the broker; other ones like it are opened.
+        like: A connection to the broker; the others are clones of it.
         topology: The levels.
         signing_keys: The keys that sign messages; None: messages are not signed.
 
@@ -543,12 +543,12 @@ class HeldMessages:
             if not self._source.received:
                 self._source.connection.drain_events(timeout=ANSWER_TIMEOUT)
         except TimeoutError:
-            raise TimeoutError(f"{what}: not within {ANSWER_TIMEOUT:g} s") from None
+            raise TimeoutError(f"the broker did not send {what} in {ANSWER_TIMEOUT:g} s") from None
         while self._source.received:
             self._take(self._source.received.popleft())
 
     def _seen(self, message: amqp.Message) -> None:
-        """Note a message that is published into the levels, by its copy."""
+        """Record a message that is published into the levels, by its copy."""
         if message.properties.get("type") == MARK:
             self._marks.discard(message.properties["message_id"])
         elif "x-death" not in headers_of(message):  # it does not come from a level

@@ -1,4 +1,4 @@
-"""The clock of a travel, and a worker that follows it and reports when it is at rest.
+"""The clock of a travel, and a worker that follows this clock and reports when it is idle.
 
 The clock is a file of three numbers that a test, its workers and their forks map into memory. It is
 based on the machine's monotonic clock, which libraries that fake the time leave alone.
@@ -6,7 +6,7 @@ based on the machine's monotonic clock, which libraries that fake the time leave
 ``python -m celery_rabbitdelay.testing.worker FOLDER MODULE:APP OPTION...`` runs ``celery worker``
 with this clock and the settings in the folder. During a travel, the test sends a *look* through
 every queue that the worker consumes. A look has the form of a task, and does not run: the worker's
-consumer acknowledges it at once, and answers until it has finished everything before the look.
+consumer acknowledges it at once, and answers until the worker has finished everything before it.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ class SharedClock(Clock):
 
 @contextmanager
 def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
-    """Let this process, and what it forks, go by a clock in a block.
+    """Let this process and its forks follow a clock in a block.
 
-    Days of a travel pass within the seconds for which the answers of the registry and of the broker
-    are kept: so none is, and tasks expire by this clock as well. A travel stops wherever a task
-    that is held asks again: so each asks as rarely as if there were many, and all together.
+    A travel passes days within the seconds for which answers of the registry and of the broker are
+    cached. So no answer is cached, and tasks expire by this clock as well. A travel stops whenever
+    a held task asks the registry again. So all held tasks ask rarely, and at the same time.
 
     Args:
         clock_ns: Returns the nanoseconds since 1970-01-01 UTC.
@@ -236,7 +236,7 @@ class Rest(RabbitMQStep):
 
 
 def confirm_all(app: Celery) -> None:
-    """Confirm sends without a delay, so that they reach the broker before their task ends."""
+    """Turn on confirms for sends without a delay: they reach the broker before their task ends."""
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {**options, "confirm_publish": True}
 
@@ -289,7 +289,7 @@ def main() -> None:
     folder, name, *options = sys.argv[1:]
     app = symbol_by_name(name)
     app.conf.update(json.loads(Path(folder, SETTINGS).read_text()))
-    # Its module may have used app.rabbitdelay already.
+    # The application's module may have used app.rabbitdelay already.
     app.rabbitdelay.reset()
     confirm_all(app)
     with SharedClock(Path(folder)).installed(), taking_part(app, Path(folder)):

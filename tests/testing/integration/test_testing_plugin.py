@@ -103,7 +103,7 @@ def test_servers_that_are_named_are_used_and_left_as_they_were(
         assert broker.ctl("list_vhosts").split() == ["/"]
         broker.kill()
         shown = run(project, *servers, expected=1)
-        assert "made no virtual host for the tests" in shown
+        assert "cannot make a virtual host for the tests" in shown
         assert "--rabbitdelay-management" in shown
 
 

@@ -254,7 +254,7 @@ def test_a_send_is_found_by_any_of_its_fields(sent: Recording, app: Any) -> None
     assert sent.one(expires=4 * DAYS) is eight
     assert sent.one(headers={"tenant": "a"}) is seven
     assert sent.one(args=[("a", "b")]) is note
-    with pytest.raises(TypeError, match="has no dealy; it has task, args"):
+    with pytest.raises(TypeError, match="has no field dealy; it has task, args"):
         sent.none(dealy=3)
 
 
