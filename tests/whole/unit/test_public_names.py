@@ -3,11 +3,13 @@
 import inspect
 import subprocess
 import sys
+from difflib import unified_diff
 
 import pytest
 
 import celery_rabbitdelay
 from celery_rabbitdelay import RabbitDelayError, exceptions
+from tests.whole.public_surface import FILE, surface
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,11 @@ def test_every_error_is_imported_from_the_package() -> None:
     assert errors <= set(celery_rabbitdelay.__all__)
     for name in celery_rabbitdelay.__all__:
         assert hasattr(celery_rabbitdelay, name)
+
+
+def test_the_public_surface_is_the_one_that_was_written_down() -> None:
+    written, found = (text.splitlines() for text in (FILE.read_text(), surface()))
+    difference = "\n".join(unified_diff(written, found, "written down", "found", lineterm=""))
+    assert not difference, (
+        f"run `python -m tests.whole.public_surface` if you mean it\n{difference}"
+    )
