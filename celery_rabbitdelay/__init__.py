@@ -50,7 +50,7 @@ __all__ += exceptions.__all__
 
 __version__ = "0.1.0"
 
-#: These import Celery, which a kombu program does without, so they are imported on first use.
+#: These names need Celery, which a kombu program may lack: they are imported on first use.
 _IMPORTED_ON_FIRST_USE: Final = {
     "Celery": "celery_rabbitdelay.app.application",
     "install": "celery_rabbitdelay.app.application",

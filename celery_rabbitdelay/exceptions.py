@@ -1,9 +1,8 @@
 """Every error that celery_rabbitdelay raises.
 
 All are subclasses of :class:`RabbitDelayError`. Most are also subclasses of the built-in or kombu
-error that callers already catch there: an invalid delay is a :class:`ValueError` or
-:class:`TypeError`, and a failed send is a :class:`kombu.exceptions.OperationalError`, as
-``apply_async`` documents.
+error that callers already catch: an invalid delay is a :class:`ValueError` or :class:`TypeError`,
+and a failed send is a :class:`kombu.exceptions.OperationalError`, as ``apply_async`` documents.
 """
 
 from __future__ import annotations
@@ -72,10 +71,10 @@ class RabbitDelayError(Exception):
     An error is a dataclass: its arguments are the values of its attributes.
 
     Attributes:
-        may_have_arrived: Whether the broker may have the message although it has not confirmed it:
-            the message was written at least once, and neither refused nor returned. The task may
-            then run although the send failed, and another send may make a copy. If False, the
-            broker does not have the message.
+        may_have_arrived: Whether the broker may have the message although it sent no confirm: the
+            message was written at least once, and neither refused nor returned. The task may then
+            run although the send failed, and another send may make a copy. If False, the broker
+            does not have the message.
     """
 
     may_have_arrived: bool = False
@@ -107,7 +106,7 @@ class RabbitDelayError(Exception):
 
 
 class InvalidDelay(RabbitDelayError, ValueError):
-    """The delay has no meaning as a length of time: not a number, infinite, or a naive datetime.
+    """The delay, eta or tolerance is invalid, for example infinite, or a naive datetime.
 
     Attributes:
         value: The delay, as the caller gave it.
@@ -148,8 +147,8 @@ class DelayTooLong(RabbitDelayError, ValueError):
 class InvalidLayout(RabbitDelayError, ValueError):
     """The layout is invalid.
 
-    One count of a level must equal the next lower level's base times one count of that level, and
-    TTLs and routing keys must stay within RabbitMQ's bounds.
+    A level's place value must be the product of the next lower level's base and place value. TTLs
+    and routing keys must stay within RabbitMQ's bounds.
 
     Attributes:
         reason: What is wrong with it.
@@ -211,26 +210,26 @@ class UnknownOption(RabbitDelayError, TypeError):
 
     name: str
     value: object
-    reason: str = "unknown option, leave it out"
+    reason: str = "unknown option; leave it out"
 
     text: ClassVar = "{self.name} = {self.value!r}: {self.reason}"
 
 
 class LayoutConflict(RabbitDelayError, OperationalError):
-    """Other exchanges or queues are declared on the broker under the same prefix.
+    """Exchanges or queues under the prefix exist on the broker with different arguments.
 
     Attributes:
         prefix: The prefix that both topologies use.
         reply: The broker's reply.
-        advice: How the two may differ, and what to do.
+        advice: Why the topologies may differ, and what to do.
     """
 
     prefix: str
     reply: str
-    advice: str = "use another rabbitdelay_prefix for this one"
+    advice: str = "use another rabbitdelay_prefix"
 
     text: ClassVar = (
-        "the broker holds other levels under the prefix {self.prefix!r}: {self.advice}. "
+        "the levels under the prefix {self.prefix!r} differ on the broker: {self.advice}. "
         "The broker's reply: {self.reply}"
     )
 
@@ -272,7 +271,7 @@ class TopologyNotEmpty(RabbitDelayError):
         return (
             f"{sum(self.waiting.values())} messages still wait in {len(self.waiting)} queues under "
             f"the prefix {self.prefix!r}, for example in {next(iter(self.waiting))}: wait until "
-            "they have reached the queues of their tasks, or delete with force=True to lose them"
+            "they have reached the queues of their tasks; deleting with force=True loses them"
         )
 
 
@@ -294,7 +293,7 @@ class TopologyInUse(RabbitDelayError):
         return (
             f"{sum(self.consumers.values())} consumers still take messages from "
             f"{', '.join(self.consumers)} under the prefix {self.prefix!r}: stop the workers, or "
-            "start them with --rabbitdelay-modules= meanwhile; to delete with force=True loses the "
+            "restart them with an empty --rabbitdelay-modules=; deleting with force=True loses the "
             "messages that they hold"
         )
 
@@ -309,9 +308,9 @@ class SameTopology(RabbitDelayError, ValueError):
     prefix: str
 
     text: ClassVar = (
-        "source and target have the same prefix {self.prefix!r} on the same broker, and so "
-        "the same queues. Give the new levels another rabbitdelay_prefix, and name the old one "
-        "as the source"
+        "cannot migrate: source and target have the same prefix {self.prefix!r} on the same "
+        "broker, and so the same queues. Give the new levels another rabbitdelay_prefix, and pass "
+        "the old prefix as --from-prefix"
     )
 
 
@@ -328,8 +327,8 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
     what: str
 
     text: ClassVar = (
-        "{self.what} cannot be delayed: the levels hand a message to one queue, with a "
-        "priority of at most 4. Send it to one queue of task_queues, with such a priority; or add "
+        "{self.what} cannot be delayed: the levels deliver only to a single queue, at priority 4 "
+        "or below. Use one queue of task_queues and a priority of at most 4; or add "
         '"distribution" to rabbitdelay_modules; or call send_many without envelopes=True; or set '
         "rabbitdelay=False on the task to keep Celery's own behavior"
     )
@@ -361,8 +360,8 @@ class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
 class PublishError(RabbitDelayError, OperationalError):
     """The broker did not confirm a message; regard the message as not sent.
 
-    ``may_have_arrived`` is True if the broker may have the message nevertheless. It covers all
-    attempts: the last one may have been refused, and an earlier one may have lost its connection.
+    ``may_have_arrived`` is True if the broker may have the message nevertheless, also from an
+    earlier attempt that lost its connection.
 
     Attributes:
         exchange: The exchange that the message was published to.
@@ -375,8 +374,8 @@ class PublishError(RabbitDelayError, OperationalError):
     reason: str
 
     text: ClassVar = (
-        "message to the exchange {self.exchange!r} with routing key {self.routing_key!r}: "
-        "{self.reason}"
+        "publishing to the exchange {self.exchange!r} with routing key {self.routing_key!r} "
+        "failed: {self.reason}"
     )
 
 
@@ -408,8 +407,8 @@ class DeclarationRefused(PublishError):
     """The broker refused to declare what the message needs; ``reason`` is the broker's.
 
     Usually the destination's queue exists with other arguments than the application's, the user
-    lacks the permission, or an exclusive queue is not declared. If the reason may pass, such as a
-    classic queue whose node is down, the declaration is retried as after a lost connection. The
+    lacks the permission, or an exclusive queue is not declared. If the reason is temporary, such as
+    a classic queue whose node is down, the declaration is retried as after a lost connection. The
     message was not written, unless an earlier attempt ended with a lost connection.
     """
 
@@ -419,8 +418,8 @@ class MissingPermission(NamedTuple):
 
     Attributes:
         user: The user.
-        permission: ``configure``, ``write`` or ``read``. RabbitMQ 3.10 does not say which, so all
-            that the method needs are named: "configure or read".
+        permission: ``configure``, ``write`` or ``read``. RabbitMQ 3.10 does not say which one is
+            missing, so all candidates are listed: "configure or read".
         kind: ``queue`` or ``exchange``.
         name: The name of the queue or exchange.
         virtual_host: The virtual host.
@@ -480,7 +479,7 @@ class DeclarationNotPermitted(PublishNotPermitted, DeclarationRefused):
 
 
 class ConfirmTimeout(PublishError):
-    """The broker did not confirm in time; it may have the message if that was written."""
+    """The broker did not confirm in time; if the message was written, the broker may have it."""
 
 
 class ConnectionBlocked(PublishError):
@@ -563,12 +562,12 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
 
     Attributes:
         report: The counts of the send, a :class:`celery_rabbitdelay.Report`.
-        errors: The errors of the rows that were taken and not confirmed, by row number from 0, in
-            the rows' order.
-        uncertain: The numbers of the rows in ``errors`` that the broker may have nevertheless. It
-            does not have the other rows, so sending those again makes no copies.
-        rest: The number of the first row that was not taken; None if all rows were taken. Unless
-            the iterable raised, the generator has already yielded this row, but it was not sent.
+        errors: The errors of the unconfirmed rows before ``rest``, by row number from 0, in the
+            rows' order.
+        uncertain: The numbers of the rows in ``errors`` that the broker may have nevertheless. The
+            broker does not have the other rows, so sending the others again makes no copies.
+        rest: The number of the first row that was not sent because the send had ended; None if
+            there is no such row. Unless the iterable raised, it has already yielded this row.
     """
 
     def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:
@@ -584,7 +583,7 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
         # Usually the first three have the same text.
         first = {str(error): row for row, error in reversed(list(self.errors.items())[:3])}
         shown = ", ".join(f"row {row}: {text}" for text, row in reversed(first.items()))
-        more = f"; rows from {self.rest} on were not taken" if self.rest is not None else ""
+        more = f"; rows from {self.rest} on were not sent" if self.rest is not None else ""
         return f"{len(self.errors)} rows were not confirmed ({shown}){more}"
 
 
@@ -594,8 +593,8 @@ class TasksNotConfirmed(RabbitDelayError, OperationalError):
     Attributes:
         errors: The errors of the tasks that were not confirmed, by task id, in the order of the
             failures.
-        uncertain: The ids of the tasks in ``errors`` that the broker may have nevertheless. It does
-            not have the other tasks, so sending those again makes no copies.
+        uncertain: The ids of the tasks in ``errors`` that the broker may have nevertheless. The
+            broker does not have the other tasks, so sending the others again makes no copies.
     """
 
     def __init__(self, errors: Mapping[str, Exception]) -> None:
@@ -664,15 +663,15 @@ class ReadTooLong(RabbitDelayError, OperationalError):
 
     Attributes:
         messages: The number of messages that were read.
-        seconds: The seconds for which they were held.
+        seconds: The seconds for which the messages were held.
     """
 
     messages: int
     seconds: float
 
     text: ClassVar = (
-        "{self.messages} undeliverable messages were read in {self.seconds:.0f} s, and the "
-        "broker may have requeued them (consumer_timeout): read fewer, with a limit"
+        "reading {self.messages} undeliverable messages took {self.seconds:.0f} s, so the broker "
+        "may have requeued some (consumer_timeout): set a lower limit"
     )
 
 
@@ -688,13 +687,13 @@ class AdditionMissing(RabbitDelayError, AttributeError):
     addition: str
 
     text: ClassVar = (
-        "{self.what} is needed, and this installation of celery_rabbitdelay has no folder "
-        "{self.addition!r}: install the whole package"
+        "cannot import {self.what}: this installation of celery_rabbitdelay has no folder "
+        "{self.addition!r}; install the whole package"
     )
 
 
 class RegistryRequired(RabbitDelayError, TypeError):
-    """An option or a call needs the registry, and ``rabbitdelay_registry_url`` is not set.
+    """An option or a call needs the registry, but ``rabbitdelay_registry_url`` is not set.
 
     Attributes:
         what: The option, with its value, or the call.
@@ -797,8 +796,8 @@ class ManagementUnavailable(RabbitDelayError, OperationalError):
 
     text: ClassVar = (
         "the management API {self.url} cannot be used: {self.reason}. Enable it on the broker "
-        "(rabbitmq-plugins enable rabbitmq_management), and name its URL and a user with the "
-        "tag 'monitoring' with --management or RABBITDELAY_MANAGEMENT_URL"
+        "(rabbitmq-plugins enable rabbitmq_management), and set --management or "
+        "RABBITDELAY_MANAGEMENT_URL to its URL, with a user that has the tag 'monitoring'"
     )
 
 

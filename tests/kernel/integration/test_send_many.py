@@ -299,7 +299,7 @@ def test_after_so_many_errors_the_first_row_that_was_not_taken_is_named_if_there
             shop.rabbitdelay.send_many(task, rows, envelopes=envelopes)
         assert len(caught.value.errors) == MAX_ERRORS
         assert caught.value.rest == (MAX_ERRORS if further else None)
-        assert ("were not taken" in str(caught.value)) == bool(further)
+        assert ("were not sent" in str(caught.value)) == bool(further)
 
 
 OPTIONS: list[tuple[type[Exception], str, dict[str, Any]]] = [

@@ -108,7 +108,7 @@ def test_a_read_that_takes_too_long_fails_and_loses_nothing(
     messages = undeliverable_messages(connection, declared)
     assert int(next(messages).body) == 0
     monkeypatch.setattr(source_module, "MOST_SECONDS", 0.0)
-    with pytest.raises(ReadTooLong, match=r"1 undeliverable messages.*with a limit"):
+    with pytest.raises(ReadTooLong, match=r"1 undeliverable messages.*a lower limit"):
         next(messages)
     wait_until_waiting(connection, name, 5)
 
