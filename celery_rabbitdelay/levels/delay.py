@@ -39,13 +39,13 @@ _EXACT: Final = Context(prec=50)
 
 
 def milliseconds(delay: Delay) -> int:
-    """Return a delay in milliseconds, rounded up so that it is never early; 0 if it is negative.
+    """Return a delay in milliseconds, rounded up so that nothing is early; 0 if it is negative.
 
     A float is read as its shortest decimal representation, so 1.1 is 1,100 ms and not 1,101.
 
     Raises:
-        InvalidDelayType: Neither a real number nor a timedelta, or a bool.
-        InvalidDelay: Not a number (NaN), or infinite.
+        InvalidDelayType: The delay is neither a real number nor a timedelta, or it is a bool.
+        InvalidDelay: The delay is NaN or infinite.
     """
     return max(ceil(_exact_milliseconds(delay)), 0)
 
@@ -75,7 +75,7 @@ def tolerance_milliseconds(tolerance: Delay) -> int:
     """Return a tolerance in milliseconds, rounded down so that it is never exceeded.
 
     Raises:
-        InvalidDelay: The tolerance is negative, not a number, or infinite.
+        InvalidDelay: The tolerance is negative, NaN, or infinite.
     """
     exact = _exact_milliseconds(tolerance, "tolerance")
     # A float that should be zero may be slightly negative, such as 0.3 - 3 * 0.1.
@@ -148,7 +148,7 @@ class Due(NamedTuple):
         delay_ms = milliseconds(delay)
         at_ns = wall_clock.ns() + delay_ms * NS_PER_MS
         if at_ns // NS_PER_MS > MAX_DUE_MS:
-            raise InvalidDelay(delay, "is too long: milliseconds since 1970 exceed 64 bits")
+            raise InvalidDelay(delay, "is too long: the due time in ms since 1970 exceeds 64 bits")
         return cls(at_ns, delay_ms, tolerance_ms=tolerance_ms)
 
     @classmethod
@@ -191,10 +191,10 @@ def check_max_delay(due: Due) -> None:
     """Refuse a delay above :data:`MAX_DELAY`.
 
     Raises:
-        InvalidDelay: The delay is longer.
+        InvalidDelay: The delay exceeds the maximum.
     """
     if due.delay_ms > MAX_DELAY * 1000:
-        reason = f"is longer than the longest delay, {MAX_DELAY:,.0f} s"
+        reason = f"exceeds the maximum of {MAX_DELAY:,.0f} s"
         raise InvalidDelay(due.delay_ms / 1000, reason)
 
 
@@ -259,7 +259,7 @@ def parse_delay(text: str, what: str = "delay") -> Fraction:
         what: The name of the argument, for the error: "delay" or "tolerance".
 
     Raises:
-        InvalidDelay: Another form. ``1:30`` is refused because it could be minutes or hours.
+        InvalidDelay: The text has another form. ``1:30`` is ambiguous: minutes or hours.
     """
     bare = text.strip().lower() if text.isascii() else ""
     sign, bare = -1 if bare.startswith("-") else 1, bare.removeprefix("-")
@@ -287,7 +287,7 @@ def parse_duration(text: str, what: str = "duration") -> timedelta:
         what: The name of the argument, for the error.
 
     Raises:
-        InvalidDelay: Another form, or out of range.
+        InvalidDelay: The text has another form, or the duration is out of range.
     """
     seconds = parse_delay(text, what)
     if not 0 <= seconds <= MAX_DELAY:

@@ -77,15 +77,15 @@ SIGNATURE: Final = "rabbitdelay-signature"
 
 #: Why the properties of a received message cannot be read: str; and their bytes. Such a message has
 #: no other headers and goes to ``undeliverable``. If only its exchange or routing key cannot be
-#: read, the first of the two is added to the message's own headers.
+#: read, :data:`UNREADABLE` is added to the message's own headers.
 UNREADABLE: Final = "rabbitdelay-unreadable"
 UNREADABLE_PROPERTIES: Final = "rabbitdelay-properties"
 
 #: The message's name, different for every message of a task that has a key or is tracked: str.
 COPY: Final = "rabbitdelay-copy"
 
-#: The task's life: how often its id had been sent again after the task had run, when this message
-#: was sent: str, digits. Absent: never. :data:`UNKNOWN_LIFE` if Redis could not be reached.
+#: The task's life: how often the task was sent again under its id after a run, up to this message:
+#: str, digits. Absent: never. :data:`UNKNOWN_LIFE` if Redis could not be reached.
 LIFE: Final = "rabbitdelay-life"
 
 #: The key that the task was sent with: str.
@@ -116,7 +116,7 @@ ONCE: Final = "rabbitdelay-once"
 TRACKED: Final = "rabbitdelay-tracked"
 
 #: Set by a worker that puts a message back, if the message may have been allowed to run at an
-#: arrival that :data:`ONCE` does not name, for example because RabbitMQ had redelivered it: True.
+#: arrival that :data:`ONCE` does not list, for example because RabbitMQ had redelivered it: True.
 REDELIVERED: Final = "rabbitdelay-redelivered"
 
 #: The delay that a client of check-in requests, in milliseconds: int, float, or the digits of an
@@ -128,8 +128,8 @@ X_DELAY: Final = "x-delay"
 #: the number when an older worker would mishandle a message; see docs/how-to/upgrade.md.
 MESSAGE_VERSION: Final = 1
 
-#: The beginning of all content types of this package, past and future; of the content types of
-#: envelopes, which are messages with many tasks; and the present content type of an envelope, which
+#: The prefix of all content types of this package, past and future. The prefix of the content types
+#: of envelopes, which are messages with many tasks. The current content type of an envelope, which
 #: ends with the version of its format.
 OWN_CONTENT_TYPES: Final = "application/vnd.rabbitdelay."
 ENVELOPES: Final = f"{OWN_CONTENT_TYPES}envelope."
@@ -171,7 +171,7 @@ MAX_EXPIRATION_MS: Final = 2**32 - 1
 #: More attempts, and more returns into the levels, than any message can have.
 MAX_COUNT: Final = 2**31
 
-#: The largest integer that Lua, the language of Redis's scripts, can tell from the next one.
+#: The largest integer that Lua, the language of Redis's scripts, can distinguish from the next one.
 MAX_EXACT: Final = 2**53 - 1
 
 #: The life of a message whose sender could not reach Redis; it equals no other message's life.
@@ -236,12 +236,12 @@ class EarlyHeader(NamedTuple):
 NEVER_EARLY: Final = EarlyHeader()
 
 
-#: The maximum number of former arrivals that a message names.
+#: The maximum number of former arrivals that a message lists.
 MAX_FORMER: Final = 16
 
 
 class Mark(NamedTuple):
-    """What distinguishes the arrivals of the messages of a task that was sent with ``once``.
+    """Distinguishes the arrivals of the messages of a task that was sent with ``once``.
 
     Attributes:
         name: The message's name, which it keeps when it is put back or when RabbitMQ copies it.
@@ -436,8 +436,8 @@ def parse(headers: Mapping[str, object]) -> tuple[DelayHeaders, dict[str, str]]:
         headers: The headers, as the broker returns them; they are not trusted.
 
     Returns:
-        The parsed headers, in which an invalid header is missing; and a text that describes the
-        problem, for every invalid header. No text is made for :data:`VERSION`, which
+        The parsed headers, without the invalid ones; and a description of the problem, by the name
+        of the invalid header. No description is made for :data:`VERSION`, which
         :func:`later_version` checks, for the values in the table of :data:`EARLY`, for a header
         that is None, and for an own header of an unknown name, which is dropped. Failures count
         only if all three headers are valid.
@@ -516,9 +516,9 @@ def refuse_sender_selected(headers: Mapping[str, object]) -> None:
 def of_client(headers: Mapping[str, object]) -> dict[str, object]:
     """Return the headers of a client's message that the client may set.
 
-    Of the own headers, only two stay: the exchange, which the client may name, and the version, for
-    which check-in refuses the message. The broker's headers are removed too, because RabbitMQ up to
-    3.13 trusts their values.
+    Of the own headers, only two stay: the exchange, which the client may name, and the version,
+    which check-in checks. The broker's headers are removed too, because RabbitMQ up to 3.13 trusts
+    their values.
     """
     kept = strip(headers)
     for name in (EXCHANGE, VERSION):
@@ -546,7 +546,7 @@ def client_delay_ms(headers: Mapping[str, object]) -> int:
 def strip(headers: Mapping[str, object]) -> dict[str, object]:
     """Return headers without the broker's and this package's.
 
-    The user's own ``x-*`` headers stay. Nested headers, to which tracers copy the others, are
+    The user's own ``x-*`` headers stay. Nested headers, to which tracers copy all headers, are
     stripped too. py-amqp returns a name that is not UTF-8 as bytes.
     """
     stripped = table = _foreign(headers)

@@ -95,7 +95,7 @@ class Layout:
                 yield f"level {level.name}: takes a base of at least 2 and a unit of at least 1 ms"
             ttl = (level.base - 1) * level.place_ms
             if ttl > MAX_TTL:
-                yield f"level {level.name}: needs a TTL of {ttl} ms, RabbitMQ's bound is {MAX_TTL}"
+                yield f"level {level.name}: TTL {ttl} ms exceeds RabbitMQ's maximum of {MAX_TTL}"
         for higher, lower in pairwise(self.levels):
             if higher.place_ms != lower.place_ms * lower.base:
                 yield (
@@ -159,8 +159,8 @@ class Layout:
         """Return the delay in the range [delay, delay + tolerance] that has the fewest stops.
 
         A message stops once for each non-zero digit. A multiple of a place value has only zeros
-        below that place, so the result is the next such multiple: the shortest with the fewest
-        stops, or with ``coarsest=True`` the multiple of the largest place value.
+        below that place, so the next multiple of each place value is a candidate. The result is the
+        shortest with the fewest stops, or with ``coarsest=True`` that of the largest place value.
         """
         longest_ms = min(delay_ms + tolerance_ms, self.capacity_ms)
         in_range: list[int] = []

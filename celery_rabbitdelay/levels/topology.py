@@ -89,7 +89,7 @@ class ModuleQueues(NamedTuple):
     Attributes:
         undeliverable: Gets every message that cannot be delivered.
         checkin: The ingest queue: any AMQP client publishes here, with the delay in a header.
-        meditation: The overflow loop: a delay above the capacity waits here once per capacity.
+        meditation: The overflow loop: a message waits here while its delay exceeds the capacity.
         distribution: Gets due messages that a worker publishes to their final exchange.
         paused: Holds due tasks that are paused. After :data:`PAUSED_TTL`, a task returns to its
             queue, and its worker asks the registry again; after a resume, workers return it at
@@ -193,7 +193,7 @@ class Topology:
                 up to ticks; zero or less leads straight to the delivery exchange.
             destination: The queue that gets the message when it is due, or :data:`.DISTRIBUTION`.
             task_id: Any text; with several shards, it determines the shard.
-            tolerance: Seconds, or a timedelta, that it may arrive later if that saves stops.
+            tolerance: Seconds, or a timedelta, by which the message may be late to save stops.
 
         Raises:
             InvalidDelay: The delay or the tolerance is invalid.
@@ -297,7 +297,7 @@ class Topology:
         return self._exchange("delivery", "topic", alternate="unrouted")
 
     def is_optional(self, name: str) -> bool:
-        """Return whether levels are complete without a named exchange or queue.
+        """Return whether levels are complete without the exchange or queue of this name.
 
         Only ``paused`` is optional: without it, paused tasks wait in the levels.
         """
@@ -358,7 +358,7 @@ class Topology:
         ]
 
     def _digit_queue(self, index: int, digit: int, shard: int) -> Queue | None:
-        """Return the queue of a digit; None for a zero that is passed without one."""
+        """Return the queue of a digit; None for a zero that needs no queue."""
         if not digit and self.layout.zeros != "queue":
             return None
         level = self.layout.levels[index]
@@ -402,7 +402,7 @@ class Topology:
         if dead_letter_to is not None:
             arguments["x-dead-letter-exchange"] = dead_letter_to
         if self.queue_type == "quorum":
-            # Over the nodes of a cluster; otherwise the declaring connection's node leads them all:
+            # Spread the leaders over a cluster; by default, the declaring connection's node leads:
             # https://www.rabbitmq.com/docs/clustering#replica-placement
             arguments["x-queue-leader-locator"] = "balanced"
             if delivery_limit is not None:

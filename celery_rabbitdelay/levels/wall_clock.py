@@ -31,7 +31,7 @@ def ms() -> int:
 
 
 def now() -> datetime:
-    """Return the instant, in UTC, to the microsecond."""
+    """Return the current time in UTC, to the microsecond."""
     return EPOCH + timedelta(microseconds=ns() // 1000)
 
 

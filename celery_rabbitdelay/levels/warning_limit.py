@@ -21,7 +21,7 @@ class WarningLimit:
     """Lets the first few different warnings of a period through, and logs the number of the others.
 
     Attributes:
-        logger: The logger of the number.
+        logger: Logs that number.
         what: The subject of the warnings, in the plural.
         every: The period, in seconds.
     """
@@ -37,7 +37,7 @@ class WarningLimit:
         """Return whether to log a warning; count it if not.
 
         Args:
-            key: The warning's subject: a destination, or a reason. Logged once in a period.
+            key: The warning's subject: a destination, or a reason. Each is logged once a period.
         """
         now = time.monotonic()
         if now - self._since >= self.every:

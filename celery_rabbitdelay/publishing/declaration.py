@@ -39,7 +39,7 @@ METHODS_PER_ANSWER: Final = 20
 def declare(connection: Connection, topology: Topology) -> None:
     """Declare every exchange, queue and binding of a topology; existing ones are left alone.
 
-    The first declaration of the clock takes two to three seconds, a repeated one a tenth of that.
+    Declaring the layout ``clock`` takes two to three seconds, declaring it again a tenth of that.
     :func:`declare_if_missing` declares only if the marker is missing. This function also clears the
     connection's cache of declared entities, which may have been deleted since.
 
@@ -94,12 +94,12 @@ def check_complete(
         connection: Any kombu connection to RabbitMQ.
         topology: The topology.
         destination: The message's queue, which has to exist too.
-        by_marker: Whether the check ends at the marker, if that exists or may not be checked. This
-            is enough for a producer. If a queue of the levels is missing, the alternate exchange
-            puts the message into ``undeliverable``. If the exchange of the message's first digit is
-            missing, publishing fails. If the exchange of a later digit is missing, the message is
-            confirmed; a quorum queue keeps it until the exchange exists again, but a classic queue
-            drops it. So with classic queues, the exchanges are checked too.
+        by_marker: Whether the check ends at the marker, if the marker exists or the user may not
+            check it. This is enough for a producer. If a queue of the levels is missing, the
+            alternate exchange puts the message into ``undeliverable``. If the exchange of the
+            message's first digit is missing, publishing fails. If the exchange of a later digit is
+            missing, the message is confirmed; a quorum queue keeps it until the exchange exists
+            again, but a classic queue drops it: with classic queues, all exchanges are checked.
 
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.
@@ -116,7 +116,7 @@ def check_complete(
 
 
 def _absent(connection: Connection, topology: Topology, by_marker: bool) -> tuple[str, ...]:
-    """Return the names of missing entities that the user may check, as :func:`check_complete`."""
+    """Return the names of missing entities that the user may check; see :func:`check_complete`."""
     ours = (topology.identity.guard.name, topology.identity.marker.name)
     with opened_channel(connection) as channel:
         if by_marker and exists_or_hidden(channel, topology.identity.marker.name):
@@ -210,11 +210,11 @@ def delete(
     """Delete a topology from the broker; missing exchanges and queues are ignored.
 
     Stop the producers first: messages published between the check for waiting messages and the end
-    of the deletion are lost. The check counts messages that are ready. No count has the messages
-    that a consumer has not acknowledged, so no queue may have a consumer; RabbitMQ cannot check
-    this itself, because quorum queues do not support ``if-unused``. Nor does AMQP count the
-    messages of the broker's dead-letter workers, which hold a message while the next queue is full
-    or its leader is away; these messages are deleted too.
+    of the deletion are lost. AMQP counts only ready messages, not unacknowledged ones, so no
+    queue may have a consumer; RabbitMQ cannot check this itself, because quorum queues do not
+    support ``if-unused``. Nor does AMQP count the messages of the broker's dead-letter workers,
+    which hold a message while the next queue is full or its leader is away; these messages are
+    deleted too.
 
     Args:
         connection: Any kombu connection to RabbitMQ.

@@ -47,7 +47,7 @@ def resolve(
         routing_key: The routing key.
         candidates: The queues that the application knows, preferred ones first.
         consumed: For a retry, the names of the queues that this process consumes from. If several
-            queues match, but only one of these, the retry goes back to that queue.
+            queues match, but this process consumes from only one, the retry goes to that one.
         came_from: The name of the queue that a retried message came from, if known.
     """
     # Every worker declares its own queue of a broadcast.
@@ -80,7 +80,7 @@ def may_refuse(
 ) -> bool:
     """Return whether a queue may refuse a message, by its arguments or its name.
 
-    A classic queue of a cluster refuses messages while its node is away. AMQP does not tell the
+    A classic queue of a cluster refuses messages while its node is away. AMQP does not report the
     number of nodes: a broker counts as a cluster if the connection's URL lists several hosts.
 
     A message that is refused when it comes straight from the levels occupies one of the 32 places

@@ -145,8 +145,8 @@ def serialized(
 def decompressed_size(body: bytes, name: str, most: int) -> int:
     """Return the decompressed size of a body, counted no further than ``most + 1``.
 
-    0 for a compression that the application has registered itself. The body is not trusted: raises
-    errors of many kinds if the compression is unknown, or if the body cannot be decompressed.
+    0 for a compression that the application has registered itself. The body is not trusted: an
+    unknown compression or an invalid body raises errors of many kinds.
 
     Args:
         body: The body.

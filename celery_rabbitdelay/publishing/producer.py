@@ -121,8 +121,8 @@ class DelayedProducer(Producer):
             declare: Other exchanges and queues to declare first.
             resends: Maximum resends after a nack or a lost connection. None: no limit but the
                 timeout.
-            backoff: Seconds before the first resend, step and maximum; a random part of each pause,
-                up to a quarter, is left out.
+            backoff: Seconds before the first resend, step and maximum; each pause is shortened at
+                random, by up to a quarter.
             **options: ``headers`` (broker headers, ``rabbitdelay-*``, ``CC`` and ``BCC`` are
                 removed); kombu's ``serializer`` and ``compression``; ``content_type`` and
                 ``content_encoding`` of a serialized body; AMQP's message properties.
@@ -133,8 +133,8 @@ class DelayedProducer(Producer):
             InvalidDelay: The delay is above 100 years.
             MessageTooLarge: The message is compressed or passes through a module, and is larger
                 than workers accept.
-            NeedsDistribution: ``modules`` lacks distribution, and more or less than one known queue
-                gets the message, or its priority is above 4 and the levels are quorum queues.
+            NeedsDistribution: ``modules`` lacks distribution, and either not exactly one known
+                queue matches, or the priority is above 4 and the levels are quorum queues.
             PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
             TopologyIncomplete: The topology is missing, and must not be declared.
         """

@@ -116,7 +116,7 @@ def unwrap_callers_errors() -> Iterator[None]:
 
 
 class PublishLoop:
-    """Publishes messages over one channel after the other.
+    """Publishes messages over one channel after another.
 
     Args:
         source: Returns the next message; called at most ``window`` messages ahead. A message
@@ -251,7 +251,7 @@ class PublishLoop:
             try:
                 channel.send(publication, timeout)
             except (FrameSyntaxError, struct.error) as error:
-                reason = f"cannot be written in AMQP: {error}"
+                reason = f"message cannot be written in AMQP: {error}"
                 address = publication.exchange, publication.routing_key
                 publication.error = exceptions.PublishError(*address, reason)
                 self._finish(publication)
@@ -404,7 +404,7 @@ class PublishLoop:
         over = [each for each in channel.unconfirmed.values() if each.deadline <= now]
         if self.last_settled <= taken_at or not channel.unconfirmed:
             # The broker has settled nothing, perhaps because all messages were for one queue that
-            # does not answer. If the source publishes replacements, their outcome will tell.
+            # does not answer. If the source publishes replacements, their outcome shows it.
             over = [each for each in over if each.single_attempt]
             if not over:
                 self._raise_confirm_timeout(oldest)

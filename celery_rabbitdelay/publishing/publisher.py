@@ -132,7 +132,7 @@ class Publisher:
 
         Args:
             deadline: When to give up, on the clock of :func:`time.monotonic`. Every wait ends by
-                then, but a host that answers every step of connecting late may exceed it.
+                then, but connecting to a host that answers every step late may take longer.
             on_settled: Called with each publication that is settled.
         """
         if self._channel is not None and self._channel.open:

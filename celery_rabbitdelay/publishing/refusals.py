@@ -120,8 +120,8 @@ def permissions_named() -> Iterator[None]:
         raise exceptions.PermissionMissing(permission) from refused
 
 
-#: RabbitMQ's reply if an entity exists with other arguments. The code alone does not tell: RabbitMQ
-#: closes the channel with the same one for other reasons, such as a limit of the virtual host.
+#: RabbitMQ's reply if an entity exists with other arguments. The reply's code is not enough:
+#: RabbitMQ sends the same code for other reasons, such as a limit of the virtual host.
 INEQUIVALENT: Final = "inequivalent arg"
 
 

@@ -34,8 +34,8 @@ SIGNED_PROPERTIES: Final = ("correlation_id", "message_id")
 #: Stands for a missing value.
 _NOTHING: Final = "-"
 
-#: The headers that the registry uses, in the order of the signature: its own, and Celery's that
-#: name a task and its attempt.
+#: The headers that the registry uses, in the order of the signature: its own, and Celery's headers
+#: that identify a task and its attempt.
 _ASKED_WITH: Final = (*sorted(REGISTRY), "id", "retries", "replaced_task_nesting")
 
 
@@ -63,7 +63,7 @@ class SigningKeys:
     def sign(self, message: WaitingMessage) -> WaitingMessage:
         """Return a message with its signature; call this after all other changes of the message.
 
-        Without a signature if a signed part has a wrong type.
+        The message stays unsigned if a signed part has a wrong type.
         """
         return message.saying(signature=self.signature(*message))
 

@@ -68,7 +68,7 @@ ACK: Final[Settlement] = (60, 80, 0)
 #: The broker dead-letters the message.
 REJECT: Final[Settlement] = (60, 90, 0)
 
-#: The message goes back to its queue. With ``basic.nack``, which py-amqp cannot send; see
+#: The message goes back to its queue. This is ``basic.nack``, which py-amqp cannot send; see
 #: :data:`.ONLY_REJECT_COUNTS`.
 REQUEUE: Final[Settlement] = (60, 120, 2)
 
@@ -101,7 +101,7 @@ def publish_frames(
     properties, body = content
     if len(properties) > frame_max - FRAME_OVERHEAD - BEFORE_PROPERTIES.size:
         raise FrameSyntaxError(
-            f"headers and properties have {len(properties)} bytes, a frame at most {frame_max}"
+            f"headers and properties ({len(properties)} bytes) exceed a frame of {frame_max} bytes"
         )
     address = short_string(exchange) + short_string(routing_key)
     parts = [
@@ -220,7 +220,7 @@ class Wire:
             with self.answers_within(REOPEN_TIMEOUT):
                 self._amqp.on_inbound_frame(frame)
         except TimeoutError as slow:
-            raise RecoverableConnectionError("a closed channel did not open again") from slow
+            raise RecoverableConnectionError("a closed channel did not reopen in time") from slow
         return None
 
     @contextmanager
@@ -306,7 +306,7 @@ class Seen(NamedTuple):
 
 
 def read_unreadable_properties(connection: Connection, max_bytes: int | None = None) -> None:
-    """Let an open connection deliver messages that py-amqp cannot read, until it is lost.
+    """Let a connection deliver messages that py-amqp cannot read, until the connection is lost.
 
     If the properties of a message cannot be read, they are replaced by two headers: the error
     (:data:`.UNREADABLE`), and the raw bytes (:data:`.UNREADABLE_PROPERTIES`). If its exchange or

@@ -101,7 +101,7 @@ def test_a_delay_that_no_level_takes_is_never_rounded(delay_ms: int, coarsest: b
 def test_a_digit_may_wait_ten_years_and_no_millisecond_longer() -> None:
     ten_years = timedelta(milliseconds=315_360_000_000)
     assert custom([("decades", 2, ten_years)]).capacity_ms == 315_360_000_000
-    with pytest.raises(InvalidLayout, match="needs a TTL of 315360000001 ms, RabbitMQ's bound is"):
+    with pytest.raises(InvalidLayout, match="TTL 315360000001 ms exceeds RabbitMQ's maximum"):
         custom([("decades", 2, ten_years + timedelta(milliseconds=1))])
     # The most levels, so a routing key has room for a destination.
     assert len(binary(tick=0.001, levels=39).levels) == 39
