@@ -1,4 +1,4 @@
-"""The answer times of destinations: which of them may get another message."""
+"""The answer times of destinations, and which destination may get another message."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Destination:
         sent: The send time of every message in flight, the oldest first.
         is_silent: Whether its last message timed out: it gets one message at a time.
         slow_until: Until when it is limited to :data:`MAX_UNANSWERED` messages in flight.
-        limit: The maximum of messages in flight, if they were as many lately.
+        limit: The maximum of messages in flight; reset if it was not reached lately.
         full_at: When the limit was last reached.
     """
 

@@ -6,10 +6,9 @@ there for one capacity and returns to check-in. This module opens no connection.
 Unless clients are trusted, their tasks must not make a worker publish further messages. The message
 of a task can carry signatures of further tasks: callbacks, errbacks, a chain, a chord. The worker
 that runs the task publishes them with its own rights, to any exchange that they name
-(https://docs.celeryq.dev/en/stable/internals/protocol.html). It does the same with the signatures
-that Celery's own tasks, such as ``celery.group``, take as arguments, and it may send the result to
-the queue in the property ``reply_to``. With any of these, a client would bypass check-in's
-allow-list.
+(https://docs.celeryq.dev/en/stable/internals/protocol.html). The worker also publishes signatures
+in the arguments of Celery's own tasks, such as ``celery.group``. It may send the result to the
+queue in the property ``reply_to``. With any of these, a client would bypass check-in's allow-list.
 
 A retry copies the headers that its task exposes, such as the content of the header ``headers``. So
 these headers must not have names that Celery or RabbitMQ would act on.
@@ -234,9 +233,9 @@ class CheckIn:
     check_task: Callable[[WaitingMessage], bool] | None = None
 
     def admit(self, message: amqp.Message) -> None:
-        """Remove the headers that no client may set from a received message.
+        """Remove from a received message the headers that no client may set.
 
-        Then neither check-in nor a reader of ``undeliverable`` trusts them.
+        So neither check-in nor a reader of ``undeliverable`` trusts them.
         """
         headers = headers_of(message)
         if headers and not self._has_meditated(message):
@@ -250,7 +249,7 @@ class CheckIn:
         """Return the message to publish for a received message.
 
         Raises:
-            UnprocessableMessage: Its delay or destination is invalid, or not allowed.
+            UnprocessableMessage: The delay or destination is invalid, or not allowed.
         """
         headers = headers_of(message)
         check_depth(headers)
@@ -268,7 +267,7 @@ class CheckIn:
     def _after_meditation(
         self, message: amqp.Message, given: dict[str, object], destination: str
     ) -> Outgoing:
-        """Return a message to publish from meditation, whose routing key is its destination.
+        """Return the message to publish for one from meditation; its key is the destination.
 
         A message of a later version waits on, unopened: every version has the same header for the
         due time and the same routing key in meditation (see :meth:`.Topology.route`).
@@ -277,11 +276,11 @@ class CheckIn:
         due_ms = waiting.headers.due_ms
         if due_ms is None:
             raise UnprocessableMessage(
-                "it comes from meditation, but its header "
-                f"{header_names.DUE} is {shortened(given.get(header_names.DUE))}"
+                "it returned from meditation without a valid header "
+                f"{header_names.DUE}: {shortened(given.get(header_names.DUE))}"
             )
         # Recompute the remaining delay from the due time: the message has also waited for this
-        # module, not only in meditation. Its length was checked when the message came in.
+        # module, not only in meditation. The delay was checked when the message came in.
         return into_levels(self.topology, waiting, Due.until(due_ms), destination)
 
     def _from_client(

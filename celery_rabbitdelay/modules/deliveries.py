@@ -73,12 +73,12 @@ class Module:
         timeout: Seconds without any confirm after which the connection is closed; also seconds
             without the confirm of one message after which that message goes into the levels, for a
             retry.
-        retry_for: Seconds for which a message is retried that its destination does not take; then
-            the message is undeliverable.
+        retry_for: Seconds of retries for a message that its destination does not take; then the
+            message is undeliverable.
         signing_keys: Signs the messages that wait for a retry; None: they stay unsigned.
         max_bytes: The largest message that is read. The broker dead-letters larger ones to
             ``undeliverable``; they never take memory here.
-        admit: Removes the headers that a sender may not set; None: it may set all.
+        admit: Removes the headers that a sender may not set; None: a sender may set all.
         statistics: The counts of its messages.
     """
 
@@ -107,8 +107,8 @@ class Received:
         held: The next message to publish, if it has to wait for its destination.
         waits_for: The destination of ``held``.
         pending: The number of messages in flight for it, plus one until ``outgoing`` is exhausted.
-            It is settled at 0.
-        settlement: How it is settled.
+            At 0, the received message is settled.
+        settlement: How the received message is settled.
     """
 
     message: amqp.Message
@@ -294,7 +294,7 @@ class Deliveries:
         self.waiting.append(Received(message, outgoing, cost))
 
     def _reject_unread(self, message: amqp.Message, size: int) -> None:
-        """Let the broker dead-letter a message to ``undeliverable`` whose body was skipped."""
+        """Reject a message whose body was skipped; it is dead-lettered to ``undeliverable``."""
         if self._unread.allows(size):
             logger.warning(
                 "rabbitdelay %s: a message of %s bytes is undeliverable: "
@@ -312,11 +312,11 @@ class Deliveries:
         """Requeue a message that exceeds the budget; stop consuming until there is room."""
         if self._tag is not None:
             logger.info(
-                "rabbitdelay %s: consuming pauses, because unsettled messages take %s bytes.",
+                "rabbitdelay %s: consuming is paused, because unsettled messages take %s bytes.",
                 self._module.name,
                 f"{self._held.held:,}",
             )
-            # With ``nowait``, because this is called while frames are read. Before the message is
+            # Cancel with ``nowait``, because frames are being read; and before the message is
             # requeued, so that the broker does not deliver it here again.
             self.channel.basic_cancel(self._tag, nowait=True)
             self._former_tag, self._tag = self._tag, None

@@ -55,7 +55,7 @@ class Asked(Protocol):
     ) -> int | Sequence[bool] | None:
         """Return which messages of an envelope to publish, or until when the envelope waits.
 
-        None to publish all of them.
+        None: publish all of them.
         """
 
     def note_arrived(self, note: WaitingMessage) -> Due | None:
@@ -71,8 +71,8 @@ class Distribution:
         put_back: Returns the message to put back into the levels if it is early; see
             :class:`.EarlyMessages`.
         asked: Decides about the messages of an envelope; None: all of them are published.
-        reach: The destinations that they may go to.
-        signing_keys: Verifies their signatures; None: signatures do not matter.
+        reach: The destinations that messages may go to.
+        signing_keys: Verifies signatures; None: signatures do not matter.
         is_signing_required: Whether a message without a valid signature is refused, if there are
             keys.
         max_message_bytes: The largest body of a message in an envelope.
@@ -117,7 +117,7 @@ class Distribution:
             unrouted = decode_destination(word) or ""
         if unrouted is not None and self.topology.keys.has_no_digits(key):
             queue, delivery = unrouted or str(headers.queue), self.topology.delivery.name
-            why = f", which the application does not name and which is not bound to {delivery}"
+            why = f", which is neither in the application's settings nor bound to {delivery}"
             reason = limits.not_allowed("", queue, why)
             returned = to_undeliverable(self.topology, Outgoing("", queue, received), reason)
             yield returned._replace(is_authentic=False)
@@ -127,10 +127,10 @@ class Distribution:
             raise UnprocessableMessage(NOT_SIGNED)
         is_envelope = message.properties.get("content_type") == header_names.ENVELOPE
         if unrouted is not None:
-            _refuse_other_than_key(word, "an envelope" if is_envelope else _named_by(headers))
+            _refuse_other_than_key(word, "in an envelope" if is_envelope else _named_by(headers))
         if header_names.COMMITTED in headers.registry:
             if self.asked is None:
-                raise UnprocessableMessage("it is a note for the registry, and there is none")
+                raise UnprocessableMessage("it is a note for the registry; this worker has none")
             again = self.asked.note_arrived(received)
             if again is not None:
                 yield into_levels(self.topology, received, again)
@@ -146,7 +146,7 @@ class Distribution:
     ) -> Outgoing:
         """Return the message to publish for a message that is not an envelope.
 
-        A queue that the application does not name is reached by its binding to the delivery
+        A queue that is not in the application's settings is reached by its binding to the delivery
         exchange. If the delivery exchange could not route the message, the queue is not bound at
         the moment: the message waits in the levels, and leaves them straight for its queue again.
 
@@ -290,8 +290,8 @@ def _refuse_other_than_key(word: str, named: object) -> None:
     if isinstance(named, str) and queue is None and encode_destination(named) == word:
         return
     raise UnprocessableMessage(
-        f"its routing key is for the queue {shortened(word if queue is None else queue)}, but "
-        f"its headers name {shortened(named)}"
+        f"its destination {shortened(named)} does not match the queue "
+        f"{shortened(word if queue is None else queue)} in its routing key"
     )
 
 

@@ -190,7 +190,7 @@ def _next_block(file: BinaryIO, most: int, what: str) -> bytes | None:
         what: The kind of block, for the error.
 
     Raises:
-        InvalidEnvelope: It is too large, or the file ends within it or cannot be read.
+        InvalidEnvelope: The block is too large or incomplete, or the file cannot be read.
     """
     length = file.read(_LENGTH.size)
     if not length:
@@ -242,7 +242,7 @@ def compressed(blocks: bytes) -> bytes:
         InvalidEnvelope: There are too many bytes.
     """
     if len(blocks) > MAX_ENVELOPE_BYTES:
-        raise InvalidEnvelope(f"{len(blocks)} bytes are more than {MAX_ENVELOPE_BYTES}")
+        raise InvalidEnvelope(f"{len(blocks)} bytes exceed the maximum of {MAX_ENVELOPE_BYTES}")
     stream = zlib.compressobj(COMPRESSION, zdict=DICTIONARY)
     return stream.compress(blocks) + stream.flush()
 
@@ -279,7 +279,7 @@ def _chunks_of(body: bytes) -> Iterator[bytes]:
             if chunk:
                 yield chunk
     if not stream.eof:
-        raise InvalidEnvelope("it ends before its compressed stream does")
+        raise InvalidEnvelope("its compressed stream is incomplete")
 
 
 def _without_empty(**parts: Mapping[str, object]) -> dict[str, dict[str, object]]:
@@ -295,7 +295,7 @@ def _to_json(**parts: Mapping[str, object]) -> bytes:
 
 
 def _finite(literal: str) -> float:
-    """Return a finite number: RabbitMQ closes the connection at any other."""
+    """Return a finite number; RabbitMQ closes the connection for NaN and infinity."""
     number = float(literal)
     if not math.isfinite(number):
         raise ValueError(f"{shortened(literal)} is not finite")

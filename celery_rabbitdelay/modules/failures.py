@@ -61,7 +61,7 @@ class MissingExchanges:
 
         Args:
             exchange: Its name.
-            is_limited: Whether that limit applies: a client may have chosen the name.
+            is_limited: Whether that limit applies, because a client may have chosen the name.
         """
         if exchange in self.always or exchange in self._known:
             return None
@@ -141,7 +141,7 @@ class Forwarder:
     def first(
         self, received: Received, outgoing: Outgoing, broker_silent_for: float
     ) -> Publication | None:
-        """Return the first publication for a message: to its destination, or in its place.
+        """Return the first publication for a message: to its destination, or a replacement.
 
         Args:
             received: The received message that it is published for.
@@ -210,7 +210,7 @@ class Forwarder:
         """
         if outgoing.reroute is not None or outgoing.exchange == self.undeliverable:
             return None
-        # The full name, made at little cost: answer times are kept by it, for every message.
+        # Not shortened, because answer times are kept by it; cheap, because every message needs it.
         if outgoing.exchange:
             return f"the exchange {outgoing.exchange!r}"
         return f"the queue {outgoing.routing_key!r}"
@@ -315,7 +315,7 @@ class Forwarder:
         later = self.redelivery.after_failure(outgoing, headers, reason, makes_copies)
         destination = self._destination(outgoing)
         if later.reroute is not None and self._not_taken.allows(destination):
-            text = "rabbitdelay %s: %s does not take a message, which waits in the levels: %s"
+            text = "rabbitdelay %s: %s does not take a message, which is retried later: %s"
             logger.warning(text, self.name, destination, reason)
         return self._put_back(received, outgoing, later, reason)
 
@@ -338,8 +338,9 @@ def _reason(error: exceptions.RabbitDelayError, outgoing: Outgoing) -> str:
     if isinstance(error, exceptions.MessageNacked | exceptions.ConfirmTimeout):
         return error.reason
     if isinstance(error, exceptions.MessageRefused):
-        return f"the broker does not take it: {error.reason}"
+        return f"the broker refuses it: {error.reason}"
     if isinstance(error.__cause__, NotFound):
         return no_exchange(outgoing.address[0])
-    where = f"the exchange {outgoing.exchange!r}" if outgoing.exchange else "there"
-    return f"{where} has no queue for the key {outgoing.routing_key!r}"
+    if not outgoing.exchange:
+        return f"there is no queue {outgoing.routing_key!r}"
+    return f"the exchange {outgoing.exchange!r} has no queue for the key {outgoing.routing_key!r}"

@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 #: The log line of a message of a later version: the message, and the reason.
 LATER_VERSION: Final = (
     "%s goes back into the delay levels, unopened: %s. Upgrade celery_rabbitdelay on all workers: "
-    "without a worker of the later version, it is undeliverable after rabbitdelay_retry_for. "
-    "For an hour, further such messages are only counted."
+    "without a worker of the later version, the message is undeliverable after "
+    "rabbitdelay_retry_for. For an hour, further such messages are only counted."
 )
 
 #: The log line of an early message: the message, and by how many seconds it is early.
@@ -75,8 +75,8 @@ class Outgoing(NamedTuple):
             key, which depend on the remaining time. None for any other message.
         via: Another exchange and routing key that lead to its destination; None if it is published
             directly.
-        obstacle: Why it cannot be published now, and goes into the levels, which release it
-            straight to its queue; None if it can be published.
+        obstacle: Why it cannot be published now. It then waits in the levels, which release it
+            straight to its queue. None if it can be published.
         is_authentic: Whether the module signs it, if there is a key. False if the sender of the
             received message has not signed.
     """
@@ -163,7 +163,7 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
         frame_max: The frame size; headers and properties have to fit into a frame.
 
     Raises:
-        UnprocessableMessage: AMQP cannot carry it.
+        UnprocessableMessage: AMQP cannot carry the message.
     """
     for what, word in (("exchange", outgoing.exchange), ("routing key", outgoing.routing_key)):
         if len(word.encode(errors="surrogatepass")) > MAX_SHORTSTR_BYTES:
@@ -188,7 +188,7 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
     size = len(content.properties)
     if size > frame_max - FRAME_RESERVE:
         raise UnprocessableMessage(
-            f"its headers and properties take {size} bytes, and a frame has {frame_max}"
+            f"its headers and properties take {size} bytes, more than {frame_max - FRAME_RESERVE}"
         )
     return content
 
@@ -252,7 +252,7 @@ class EarlyMessages:
 
         Args:
             headers: Its headers.
-            what: Returns its name, for the log.
+            what: Names the message for the log.
         """
         now_ms = wall_clock.ms()
         by_ms = (headers.due_ms or 0) - now_ms
@@ -272,7 +272,7 @@ class EarlyMessages:
         the message again when it is due.
 
         Raises:
-            UnprocessableMessage: It is early by more than the longest delay.
+            UnprocessableMessage: The due time is too far ahead.
         """
         until_ms = self.until(
             message.headers, lambda: f"rabbitdelay distribution: message {message.task_id}"
@@ -290,7 +290,7 @@ def waiting_on(
 ) -> tuple[WaitingMessage, Due]:
     """Return a message that goes back into the levels, and until when it waits there.
 
-    It waits for :func:`pause_ms`; if that is only a part of the rest, it arrives early again.
+    It waits for :func:`pause_ms`; if that is less than the remaining time, it arrives early again.
 
     Args:
         topology: The levels.
@@ -309,7 +309,7 @@ def waiting_on(
 def pause_ms(by_ms: int, topology: Topology) -> int:
     """Return for how many milliseconds to put back a message that is ``by_ms`` early.
 
-    All of it, but at most :data:`MAX_PAUSE_MS` and the capacity of the levels.
+    The smallest of ``by_ms``, :data:`MAX_PAUSE_MS` and the levels' capacity.
     """
     return min(by_ms, MAX_PAUSE_MS, topology.layout.capacity_ms)
 
@@ -318,7 +318,7 @@ def pause_ms(by_ms: int, topology: Topology) -> int:
 #: failure: a destination that was away for a minute gets its messages some 12 s after its return.
 PAUSES: Final = (1.0, 0.2)
 
-#: The same if other queues may have the message already, and get a copy with every retry.
+#: The pauses if other queues may have the message already, and get a copy with every retry.
 PAUSES_WITH_COPIES: Final = (60.0, 1.0)
 
 #: The longest pause, in seconds.
@@ -385,7 +385,7 @@ class Redelivery:
         priority is added unless the message is signed: the signature covers that header, and this
         version cannot sign a message that it cannot read.
 
-        If the message is not due yet, it waits until then, which does not count as an attempt.
+        If the message is not due yet, it waits until it is, which does not count as an attempt.
         Every version has the same header for the due time.
 
         Args:
@@ -425,7 +425,7 @@ class Redelivery:
             makes_copies: Whether other queues get a copy with every retry.
 
         Returns:
-            None instead of a time after the last retry.
+            The failures and the reason; and the time, which is None after the last retry.
         """
         now_ms = wall_clock.ms()
         failures = Failures(1, now_ms, reason)

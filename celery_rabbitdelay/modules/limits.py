@@ -78,11 +78,11 @@ class AllowedDestinations:
     def names(self, exchange: str, routing_key: str) -> bool:
         """Return whether distribution publishes to a destination directly.
 
-        A queue that the configuration names is reached through the default exchange. Without a
-        list, two more kinds of destination are allowed. One is any other exchange, because a
-        producer may name one that the worker's application does not know. The other is a queue that
-        is bound to the delivery exchange, through that exchange: here the answer is False. A client
-        that may publish into the levels reaches such a queue without distribution, too.
+        A queue of the configuration is reached through the default exchange. Without a list, two
+        more kinds of destination are allowed. One is any other exchange, because a producer may
+        use one that the worker's application does not know. The other is a queue that is bound to
+        the delivery exchange, through that exchange: here the answer is False. A client that may
+        publish into the levels reaches such a queue without distribution, too.
 
         Args:
             exchange: The exchange; empty for the default one.
@@ -149,12 +149,11 @@ def check_delay(what: str, value: object, delay_ms: int) -> None:
         delay_ms: The delay, in milliseconds.
 
     Raises:
-        UnprocessableMessage: It is longer than :data:`.MAX_DELAY`.
+        UnprocessableMessage: The delay exceeds :data:`.MAX_DELAY`.
     """
     if delay_ms > MAX_DELAY * 1000:
         raise UnprocessableMessage(
-            f"{what} is {shortened(value)}, which is more than the longest delay ahead, "
-            f"{MAX_DELAY:,.0f} s"
+            f"{what} is {shortened(value)}: the delay exceeds the maximum of {MAX_DELAY:,.0f} s"
         )
 
 

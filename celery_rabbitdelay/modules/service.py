@@ -164,7 +164,7 @@ class ModuleConsumer:
             silent_for, answer_times = self._loop.silent_for, self._forwarder.answer_times
             if silent_for >= SILENCE and (stuck := answer_times.give_up_if_stuck(silent_for)):
                 names = ", ".join(stuck[:3])
-                raise ConnectionStuck(f"the broker has stopped reading because of {names}")
+                raise ConnectionStuck(f"the broker stopped reading: no confirms for {names}")
         else:
             # The time of a resource alarm does not count as silence.
             self._loop.excuse(time.monotonic() - began)

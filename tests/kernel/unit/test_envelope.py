@@ -65,8 +65,8 @@ def compressed(*blocks: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (b"", "ends before"),
-        (packed((Item(b"x"),))[:-3], "ends before"),
+        (b"", "stream is incomplete"),
+        (packed((Item(b"x"),))[:-3], "stream is incomplete"),
         (b"not zlib", "cannot be decompressed"),
         (zlib.compress(b""), "empty"),
         (zlib.compress(b"\0\0"), "middle of a length"),
@@ -156,7 +156,7 @@ def test_an_envelope_holds_as_much_as_its_limits(monkeypatch: pytest.MonkeyPatch
             with pytest.raises(InvalidEnvelope, match=f"more than {most - 1} "):
                 list(OpenedEnvelope(body))
             if limit == "MAX_ENVELOPE_BYTES":
-                with pytest.raises(InvalidEnvelope, match=f"{most} .* are more than {most - 1}"):
+                with pytest.raises(InvalidEnvelope, match=f"{most} .* the maximum of {most - 1}"):
                     packed(held)
 
 

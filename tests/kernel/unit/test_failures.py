@@ -195,7 +195,7 @@ def test_a_refused_message_goes_back_and_its_attempts_are_counted(consumer: Cons
 @pytest.mark.parametrize(
     ("outgoing", "error", "why"),
     [
-        (for_exchange(), REFUSED, "the broker does not take it: too large"),
+        (for_exchange(), REFUSED, "the broker refuses it: too large"),
         (for_levels(), RETURNED, "the exchange 'rabbitdelay.seconds.x1' has no queue for the key"),
     ],
 )
@@ -284,7 +284,7 @@ def test_what_undeliverable_never_takes_loses_its_headers_and_is_rejected(
     bare = consumer.answer(consumer.publish(Outgoing(UNDELIVERABLE, "k", message)), REFUSED)
     assert bare.address() == (UNDELIVERABLE, "")
     assert headers(bare) == {
-        header_names.REASON: "why; its headers are left out: the broker does not take it: too large"
+        header_names.REASON: "why; its headers are left out: the broker refuses it: too large"
     }
     received = bare.context[0]
     bare.error = REFUSED
@@ -352,7 +352,7 @@ def test_nothing_waits_for_a_full_destination_once_that_is_silent(consumer: Cons
     ("error", "told"),
     [
         (NACKED, "rabbitdelay distribution: the queue 'letters' does not take a message, which"),
-        (REFUSED, "rabbitdelay distribution: a message is undeliverable: the broker does not"),
+        (REFUSED, "rabbitdelay distribution: a message is undeliverable: the broker refuses it"),
     ],
 )
 def test_trouble_is_logged_once_a_minute(

@@ -128,7 +128,7 @@ wrong: Any = custom
         (lambda: custom([("s", 2, 0)]), "whole number"),
         (lambda: clock(tick=0.3), "tick of 1, 0.1"),
         (lambda: wrong([("s", 2, 1)], zeros="jump"), "bind, skip, queue"),
-        (lambda: binary(tick=0.001, levels=40), "RabbitMQ's bound"),
+        (lambda: binary(tick=0.001, levels=40), "RabbitMQ's maximum"),
         *(
             (lambda level=level: Layout("mine", (level,)), "a base of at least 2 and a unit of")
             for level in (Level("ms", 1, 1, 1), Level("ms", 0, 2, 1), Level("ms", 1, 2, 0))

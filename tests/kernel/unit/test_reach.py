@@ -163,14 +163,12 @@ def test_without_a_binding_it_goes_nowhere_else(queue: str, due: int) -> None:
         to("", ""),
     ):
         message = unrouted(key, **told, **{header_names.DUE: due})
-        with pytest.raises(
-            UnprocessableMessage, match=r"its routing key is for the queue|, not a queue's name"
-        ):
+        with pytest.raises(UnprocessableMessage, match=r"not match the queue|a queue's name"):
             list(distribution.receive(message))
     body = packed((Item(b"x", to("office", "paper")),))
     envelope = amqp.Message(body, content_type=ENVELOPE, application_headers=to("", "known"))
     envelope.delivery_info = unrouted(key).delivery_info
-    with pytest.raises(UnprocessableMessage, match=r"an envelope|its routing key is for the queue"):
+    with pytest.raises(UnprocessableMessage, match="in an envelope"):
         list(distributed(envelope))
 
 

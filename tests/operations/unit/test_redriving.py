@@ -265,7 +265,7 @@ NO_MODULES: dict[str, Any] = {"modules": ()}
         (straight(**{headers.REDRIVEN: 3}), {}, "it was redriven 3 times already"),
         (straight(**{headers.REDRIVEN: 1}), {"max_attempts": 1}, "redriven 1 times already"),
         ({"x-death": died(CHECKIN.name), "x-delay": "soon"}, {}, "give a delay"),
-        (straight(**{headers.DUE: LATEST + 1}), {}, r"its due time is .*the longest delay"),
+        (straight(**{headers.DUE: LATEST + 1}), {}, r"its due time is .*exceeds the maximum"),
         (straight("p.delivery"), OPEN, "belongs to the levels"),
         ({}, {**OPEN, "to": "amq.gen-1"}, "belongs to the levels"),
         (straight(), {"ensure": refuse}, "the queue 'reports' cannot be bound to the levels"),
