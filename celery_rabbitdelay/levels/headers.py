@@ -565,7 +565,7 @@ def _foreign(table: Mapping[str, object]) -> dict[str, object]:
 
 
 def own(headers: Mapping[str, object]) -> dict[str, object]:
-    """Return our own headers among those of a message."""
+    """Return the headers of a message that have this package's prefix."""
     return {name: each for name, each in headers.items() if name[:_PREFIX_LENGTH] == OWN_PREFIX}
 
 

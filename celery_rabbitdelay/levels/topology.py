@@ -115,7 +115,7 @@ class ModuleQueues(NamedTuple):
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """All exchanges, beginning with that of ``undeliverable``, to which all others refer."""
+        """All exchanges; the first one, of ``undeliverable``, is the alternate of others."""
         return tuple(exchange for exchange, _ in self._fanouts)
 
     @property
@@ -227,7 +227,7 @@ class Topology:
     @cached_property
     def module_queues(self) -> ModuleQueues:
         """The module queues, which are outside the levels."""
-        # The alternate exchange of all others, without an alternate of its own.
+        # The last alternate exchange, so it has no alternate of its own.
         last = Exchange(self._name("undeliverable"), type="fanout", durable=True)
         meditated = self._exchange("meditated", "fanout")
         served = partial(self._queue, dead_letter_to=last.name, delivery_limit=POISON_LIMIT)

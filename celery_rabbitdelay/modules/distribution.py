@@ -1,6 +1,6 @@
 """Distribution: restores every due message, and publishes it to its final exchange.
 
-This module opens no connection; the addition that it asks may do so.
+This module opens no connection; the addition that it asks may open one.
 """
 
 from __future__ import annotations

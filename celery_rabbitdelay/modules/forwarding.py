@@ -55,7 +55,7 @@ LATER_VERSION: Final = (
 #: The log line of an early message: the message, and by how many seconds it is early.
 _EARLY: Final = (
     "%s left the delay levels %.1f s before it is due, by the clock of this machine, and goes back "
-    "into them for the rest. For an hour, further such messages are only counted. Likely causes: a "
+    "for the remaining time. For an hour, further such messages are only counted. Likely causes: a "
     "policy with a short message-ttl (see `rabbitmqctl list_policies`), or clocks that differ "
     "(`date -u`)."
 )

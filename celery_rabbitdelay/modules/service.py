@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 #: Received messages that are unpacked in turns: any of them may be an envelope of many megabytes.
 UNPACKED_AT_ONCE: Final = 4
 
-#: The same for messages of at most ``SMALL_BYTES``, so that messages for a full destination do not
-#: hold up others.
+#: The same for messages of at most :data:`SMALL_BYTES`: more of them, so that messages for a full
+#: destination do not hold up others.
 SMALL_UNPACKED_AT_ONCE: Final = 32
 SMALL_BYTES: Final = 16_384
 
@@ -263,7 +263,7 @@ class ModuleConsumer:
 
 @dataclass(eq=False, repr=False)
 class Service(ABC):
-    """A thread with a connection of its own, which it reopens when it is lost.
+    """A thread with its own connection, which is reopened after a loss.
 
     Attributes:
         name: Its name, for the log.

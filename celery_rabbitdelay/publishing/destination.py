@@ -83,7 +83,7 @@ def may_refuse(
     A classic queue of a cluster refuses messages while its node is away. AMQP does not report the
     number of nodes: a broker counts as a cluster if the connection's URL lists several hosts.
 
-    A message that is refused when it comes straight from the levels occupies one of the 32 places
+    If a queue refuses a message straight from the levels, the message occupies one of the 32 places
     of a level's dead-letter worker, and RabbitMQ retries it only after minutes
     (https://www.rabbitmq.com/docs/quorum-queues#dead-lettering).
 

@@ -191,7 +191,7 @@ def declared_entities(connection: Connection) -> set[object]:
 
 
 def declared_arguments(queue: Queue) -> dict[str, object]:
-    """Return the arguments of a queue's declaration: its own, and those from its attributes."""
+    """Return the arguments of a queue's declaration, also those from the queue's attributes."""
     names = ("expires", "message_ttl", "max_length", "max_length_bytes", "max_priority")
     attributes = {name: getattr(queue, name) for name in names}
     return dict(to_rabbitmq_queue_arguments(queue.queue_arguments or {}, **attributes))

@@ -527,7 +527,7 @@ class PublishLoop:
     def fail_all(self, error: exceptions.RabbitDelayError) -> None:
         """Finish all queued messages with an error or its copy.
 
-        One of the two is for messages that the broker may have, the other for all other messages.
+        The copy has the opposite ``may_have_arrived``, for the messages that need that value.
         """
         error.may_have_arrived |= any(each.may_have_arrived for _, each in self._queued)
         errors = {error.may_have_arrived: error}
