@@ -318,3 +318,13 @@ def test_the_scripts_decide_as_the_rule_does(redis_setup: RedisSetup, prefix: st
                 each.compare(text)
         redis_setup.client.delete(*(each.key for each in played))
     store.close()
+
+
+def test_a_note_of_an_empty_text_deletes_the_field(redis_setup: RedisSetup, prefix: str) -> None:
+    registry = Registry(redis_setup.connect(), prefix, KEEP_MS, MARGIN_MS)
+    records, key = Records(registry), registry.names.of("schedule", "daily")
+    records.note("daily", unsent="1", missed=2)
+    records.note("daily", unsent="")
+    assert redis_setup.client.hgetall(key) == {"missed": "2"}
+    redis_setup.client.delete(key)
+    registry.store.close()
