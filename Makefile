@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 # The targets test-ROOM are not listed: make would not look for their pattern then, and do nothing.
-.PHONY: help help-all demo test test-security test-rooms test-trouble test-browser test-spark unit test-brokers test-upgrade test-valkey without mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel \
+.PHONY: help help-all demo test test-security test-rooms test-trouble test-browser test-spark unit test-brokers test-upgrade test-valkey without mutation chaos soak soak-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel \
         bench bench-beside journeys lint types docs pictures tox coverage clean
 
 help:  ## List the targets that people need; `make help-all` lists the others too
@@ -130,11 +130,17 @@ planted: $(VENV)/test.done  ## Break each promise once; the tests have to notice
 mutation: $(VENV)/test.done  #: Break the pure files in random places; the unit tests have to notice
 	$(BIN)/python -m tests.mutation
 
-chaos: $(VENV)/test.done  #: Every kind of trouble on clusters of RabbitMQ 4.3: report lost, early and late tasks (hours, root)
+chaos: $(VENV)/test.done  #: Every kind of trouble alone, on clusters of RabbitMQ 4.3: report lost, early and late tasks (hours, root)
 	$(BIN)/python -m tests.chaos all
 
-chaos-short: $(VENV)/test.done  #: Three kinds of trouble of make chaos (seven minutes)
-	$(BIN)/python -m tests.chaos short
+# The seed of the faults: the same seed draws the same ones at the same times.
+SEED ?= 1
+
+soak: $(VENV)/test.done  #: A million tasks of all kinds, while a SEED draws all kinds of faults; nothing may be lost or early (two hours, root)
+	$(BIN)/python -m tests.chaos soak --seed $(SEED) --tasks 1000000 --minutes 120 --workers 6 --producers 3 --schedules 100
+
+soak-short: $(VENV)/test.done  ## The same with 20,000 tasks: a cluster, and all kinds of faults (ten minutes; more with root): make soak-short SEED=7
+	$(BIN)/python -m tests.chaos soak --seed $(SEED) --tasks 20000 --minutes 10
 
 probe: $(VENV)/test.done  #: Probes once a minute in each kind of trouble, and a week's rounds without trouble (half an hour)
 	RABBITDELAY_PROBE_INTERVAL=60 $(BIN)/pytest --numprocesses=4 tests/metrics/integration/test_probe.py -k trouble

@@ -29,7 +29,8 @@ def evaluate(broker: RabbitMQServer, *expressions: str) -> str:
         f"case {each} of {{error, Why{number}}} -> exit(Why{number}); V{number} -> V{number} end"
         for number, each in enumerate(expressions)
     )
-    if not Path(getattr(broker, "root", None) or "/", "usr/bin/erl_call").exists():
+    program = Path(getattr(broker, "root", None) or "/", "usr/bin/erl_call")
+    if not program.exists() or "RABBITMQ_USE_LONGNAME" in broker._environment():
         return broker.ctl("eval", f"{checked}.")
     cookie = (broker.folder / ".erlang.cookie").read_text()
     # Two clients of one name would keep each other out.

@@ -1,6 +1,7 @@
 """Private Redis set-ups of several servers: a cluster of three masters, and Sentinel."""
 
 import subprocess
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from celery_rabbitdelay.testing import RedisServer, wait_for
@@ -17,11 +18,14 @@ class ConfiguredRedis(RedisServer):
     Args:
         options: Pairs of words, as on the command line of ``redis-server``.
         password: What clients must say first; empty if nothing.
+
+    Attributes:
+        options: These words; a change counts from the next start on.
     """
 
     def __init__(self, *options: str, password: str = "") -> None:
         super().__init__()
-        self._options = options
+        self.options = options
         self._password = password
 
     @property
@@ -31,7 +35,7 @@ class ConfiguredRedis(RedisServer):
 
     def _command(self) -> list[str]:
         password = ["--requirepass", self._password] if self._password else []
-        return [*super()._command(), *password, *self._options]
+        return [*super()._command(), *password, *self.options]
 
     def _ready(self) -> bool:
         return self.ask("ping") == "PONG"
@@ -115,6 +119,7 @@ class SentinelSetup(SetUp):
 
     Args:
         down_after_ms: Milliseconds of silence after which a sentinel takes a master for dead.
+        options: Further options of both servers.
 
     Attributes:
         master: The server that is the master at first.
@@ -124,10 +129,10 @@ class SentinelSetup(SetUp):
 
     master_name = "rabbitdelay-test"
 
-    def __init__(self, down_after_ms: int = 60_000) -> None:
+    def __init__(self, down_after_ms: int = 60_000, options: Sequence[str] = ()) -> None:
         self._down_after_ms = down_after_ms
-        self.master = ConfiguredRedis("--repl-diskless-sync-delay", "0")
-        self.replica = ConfiguredRedis("--replicaof", f"127.0.0.1 {self.master.port}")
+        self.master = ConfiguredRedis("--repl-diskless-sync-delay", "0", *options)
+        self.replica = ConfiguredRedis("--replicaof", f"127.0.0.1 {self.master.port}", *options)
         self.sentinels: list[Sentinel] = []
 
     @property

@@ -4,11 +4,13 @@
 starts a private RabbitMQ, a cluster if it needs one, and keeps a ledger of every task. In the order
 in which to read the files:
 
-- ``ledger.py``: what was sent and what was started, the files in which the processes note it, and
-  the verdict: what is lost, early, twice or late.
-- ``programs.py``: the programs that run as processes.
+- ``ledger.py``: what was sent, decided and started, and the files in which the processes note it.
+- ``checker.py``: the verdict on a ledger: what is lost, early, twice or late. It shares no code
+  with the package.
+- ``application.py``: the application, and what a producer sends. ``programs.py``: the processes.
 - ``cluster.py``: the brokers. ``network.py`` cuts them off; ``clocks.py`` sets a process's time.
 - ``whereabouts.py``: in which queue a message is at the end.
 - ``stage.py``: all of these together.
-- ``scenarios.py``: the scenarios; ``schedules.py`` is one that has a verdict of its own.
+- ``kinds.py``: the kinds of tasks of the soak. ``faults.py``: its faults. ``soak.py`` plays it.
+- ``scenarios.py``: all scenarios; those but the soak have figures of their own to keep.
 """

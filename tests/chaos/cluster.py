@@ -1,6 +1,7 @@
 """The brokers of a scenario: one node or a cluster, of any version that we support."""
 
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -38,23 +39,30 @@ class Node(RabbitMQNode):
 
     Attributes:
         ahead: Seconds that its clock is ahead.
+        arguments: Further arguments of Erlang.
         while_waiting: Called while the node starts, for what has to go on meanwhile.
     """
 
     ahead = 0
+    arguments = ""
     while_waiting: Callable[[], object] = staticmethod(lambda: None)
 
     def _answers(self) -> bool:
         self.while_waiting()
         return super()._answers()
 
+    def end(self) -> None:
+        """End the node in order; its data stay."""
+        self._end(signal.SIGTERM)
+
     def _environment(self) -> dict[str, str]:
+        environment = super()._environment()
+        environment["RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS"] += f" {self.arguments}"
         if not self.ahead:
-            return super()._environment()
+            return environment
         # The node sees its folder, but perhaps not this machine's libraries.
         shutil.copy(library(), self.folder)
-        off = off_by(self.ahead, f"{self._home}/{library().name}")
-        return {**super()._environment(), **off}
+        return {**environment, **off_by(self.ahead, f"{self._home}/{library().name}")}
 
 
 class Cluster(SetUp):

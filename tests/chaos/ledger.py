@@ -1,33 +1,23 @@
-"""What was sent and what was started, the files in which processes note it, and the verdict.
+"""What was sent, decided and started, and the files in which processes note it.
 
 All instants are milliseconds of the machine's monotonic clock, which all processes share and which
-no change of the time of day touches. Every process has a file of its own and writes each line with
-one system call, so that a process that is killed leaves whole lines. A send is noted before it
-begins and when it has ended: one that only began was cut off by a kill.
+no change of the time of day touches. Every process has a file of its own, which only grows, and
+writes each line with one system call, so that a process that is killed leaves whole lines. A send
+or a decision is noted before it begins and when it has ended: one that only began was cut off.
+
+This file and ``checker.py`` share no code with the package.
 """
 
 import json
 import os
 import time
 from bisect import insort
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Literal
-
-#: Milliseconds by which a start may precede its due time: the broker and the producer count whole
-#: milliseconds, and each rounds once.
-RESOLUTION_MS: Final = 1.0
-
-#: Milliseconds before a trouble, or after it, in which a copy is put down to it: the longest round
-#: in which the broker's dead-letter worker publishes again what was not confirmed is 180 s.
-AROUND_MS: Final = 200_000.0
-
-#: The causes of a copy.
-REDELIVERED: Final = "its worker or connection ended before the ack"
-AROUND: Final = "sent, returned or dead-lettered again around: "
-NO_CAUSE: Final = "no cause"
+from typing import Any, Literal
 
 
 def now_ms() -> float:
@@ -35,54 +25,110 @@ def now_ms() -> float:
     return time.clock_gettime_ns(time.CLOCK_MONOTONIC) / 1_000_000
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sent:
-    """One task that a producer has sent, or one occurrence of a schedule.
+    """One start that a send asks for: of a task, of its retry, at one queue of several.
 
     Attributes:
-        id: The id of the task.
-        group: Which lateness it belongs to; a scenario names its groups.
+        id: The id of the task; with ``/`` and the number of the retry; with ``@`` and the queue.
+        group: Its kind: the lateness of each group is told.
         due_ms: The call plus the delay. A start before that is early.
-        began_ms: When the call began.
+        began_ms: When the call began, the first time.
+        ended_ms: When it was confirmed.
         outcome: ``confirmed``: the call returned. ``raised``: it raised. ``unknown``: its process
             was killed, or the occurrence may be left out.
         error: The name of the error's class, if it raised.
         may_have_arrived: What the error says about that; None if it does not say.
+        times: How often it was sent under this id.
+        once: Whether only the first of its messages may run.
+        key: Of the sends with one key, only the newest may run.
+        job: The job that has to be committed first.
+        after: The starts that a chord's body waits for; it is due ``after_ms`` after the last.
     """
 
     id: str
     group: str
     due_ms: float
     began_ms: float
+    ended_ms: float | None = None
     outcome: Literal["confirmed", "raised", "unknown"] = "unknown"
     error: str | None = None
     may_have_arrived: bool | None = None
+    times: int = 1
+    once: bool = False
+    key: str | None = None
+    job: str | None = None
+    after: Sequence[str] = ()
+    after_ms: float = 0.0
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a task: its id, when, and whether its message had been delivered before."""
+    """One start: its id, when, whether its message had been delivered before, and where.
+
+    ``mark`` is the header ``rabbitdelay-once``, by which two messages are told apart.
+    """
 
     id: str
     at_ms: float
     redelivered: bool = False
+    process: int = 0
+    mark: str | None = None
+
+
+@dataclass
+class Decision:
+    """A call that decides about a task, or about all tasks of a job.
+
+    Attributes:
+        of: The id of the task, or the name of the job.
+        what: ``cancel``, ``postpone``, ``open``, ``commit`` or ``abort``.
+        began_ms: When the call began.
+        ended_ms: When it returned.
+        outcome: What it returned, ``DONE`` for a call of a job; the name of the error's class.
+        due_ms: The new due time.
+    """
+
+    of: str
+    what: str
+    began_ms: float
+    ended_ms: float | None = None
+    outcome: str | None = None
+    due_ms: float | None = None
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What a scenario did, and from when to when."""
+    """What was done to servers, processes or queues, and what that explains.
+
+    Attributes:
+        what: What was done.
+        begin_ms: When it began.
+        end_ms: When everything was back.
+        copies: Whether it explains second messages of a task.
+        registry: Whether the registry was away.
+        early_ms: The milliseconds by which a task may then be early.
+        forgets_ms: The registry has forgotten what it was told from then to the end.
+    """
 
     what: str
     begin_ms: float
     end_ms: float
+    copies: bool = True
+    registry: bool = False
+    early_ms: float = 0.0
+    forgets_ms: float | None = None
 
 
 @dataclass
 class Ledger:
-    """Everything that was noted: by id, what was sent, and its starts in their order."""
+    """Everything that was noted."""
 
     sent: dict[str, Sent] = field(default_factory=dict)
     starts: dict[str, list[Start]] = field(default_factory=lambda: defaultdict(list))
+    decisions: dict[str, list[Decision]] = field(default_factory=lambda: defaultdict(list))
+    keyed: dict[str, list[Sent]] = field(default_factory=lambda: defaultdict(list))
+    places: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     troubles: list[Trouble] = field(default_factory=list)
     _read: dict[Path, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -98,17 +144,34 @@ class Ledger:
                     self.add(*json.loads(line))
 
     def add(self, kind: str, note: Mapping[str, Any]) -> None:
-        """Add a send that began, how one has ended, or a start."""
-        if kind == "start":
-            insort(self.starts[note["id"]], Start(**note), key=lambda each: each.at_ms)
-        else:
-            known = self.sent.get(note["id"])
-            self.sent[note["id"]] = replace(known, **note) if known else Sent(**note)
+        """Add a note."""
+        match kind:
+            case "start":
+                insort(self.starts[note["id"]], Start(**note), key=lambda each: each.at_ms)
+            case "sent" if note["id"] not in self.sent:
+                self.sent[note["id"]] = sent = Sent(**note)
+                if sent.key is not None:
+                    insort(self.keyed[sent.key], sent, key=lambda each: each.began_ms)
+            case "sent":
+                self._add_to(self.sent[note["id"]], note)
+            case "decision":
+                made = self.decisions[note["of"]]
+                made[:] = [each for each in made if each.began_ms != note["began_ms"]]
+                insort(made, Decision(**note), key=lambda each: each.began_ms)
+            case "trouble":
+                self.troubles.append(Trouble(**note))
+            case "place":
+                self.places[note["id"]].append(note["queue"])
 
-    def missing(self) -> list[str]:
-        """Return what was confirmed and has not started."""
-        confirmed = (each.id for each in self.sent.values() if each.outcome == "confirmed")
-        return [identity for identity in confirmed if identity not in self.starts]
+    @staticmethod
+    def _add_to(known: Sent, note: Mapping[str, Any]) -> None:
+        """Add how a send has ended, or that it is sent again."""
+        if "began_ms" in note:
+            known.times += 1
+            known.due_ms = min(known.due_ms, note["due_ms"])
+        elif known.outcome != "confirmed":
+            for name, value in note.items():
+                setattr(known, name, value)
 
 
 class Notes:
@@ -121,21 +184,37 @@ class Notes:
 
     def begin(self, sent: Sent) -> None:
         """Note that a send begins."""
-        self._write("sent", asdict(sent))
+        self.write("sent", sent)
 
     def end(self, identity: str, error: BaseException | None = None) -> None:
         """Note how a send has ended."""
         told: dict[str, Any] = {"id": identity, "outcome": "raised" if error else "confirmed"}
-        if error is not None:
+        if error is None:
+            told |= {"ended_ms": now_ms(), "error": None}
+        else:
             told["error"] = type(error).__name__
             told["may_have_arrived"] = getattr(error, "may_have_arrived", None)
-        self._write("sent", told)
+        self.write("sent", told)
 
-    def start(self, start: Start) -> None:
-        """Note that a task starts."""
-        self._write("start", asdict(start))
+    @contextmanager
+    def deciding(self, of: str, what: str, due_ms: float | None = None) -> Iterator[Decision]:
+        """Note a decision; the block sets its outcome, or raises."""
+        made = Decision(of, what, now_ms(), due_ms=due_ms)
+        self.write("decision", made)
+        try:
+            yield made
+        except Exception as error:
+            made.outcome = type(error).__name__
+            raise
+        finally:
+            made.ended_ms = now_ms()
+            self.write("decision", made)
 
-    def _write(self, kind: str, note: Mapping[str, Any]) -> None:
+    def write(self, kind: str, note: Any) -> None:
+        """Write one note, without the attributes that have their defaults."""
+        if not isinstance(note, dict):
+            given = asdict(note)
+            note = {each.name: given[each.name] for each in fields(note) if _told(each, given)}
         if self._process != os.getpid():  # a child of Celery's pool has its own
             self._process = os.getpid()
             path = self._folder / f"{self._process}-{time.monotonic_ns()}.notes"
@@ -143,97 +222,5 @@ class Notes:
         os.write(self._file, (json.dumps([kind, note]) + "\n").encode())
 
 
-@dataclass
-class Verdict:
-    """What is to be said about one scenario.
-
-    Attributes:
-        sent: How many tasks were sent, by how the call ended.
-        errors: How many calls raised, by the error's name, and how many of these tasks started.
-        lost: The ids of tasks that were confirmed, have not started, and are in no queue.
-        early: The ids of tasks that started before they were due, and by how many seconds.
-        copies: How many starts there were beyond the first, by cause; and messages that are in a
-            queue although their task has started.
-        where: How many tasks were confirmed and have not started, by the queue that they are in.
-        late: By group, the seconds by which each task was late, in order.
-        complaints: What is wrong, in words. Nothing is wrong if there are none.
-    """
-
-    sent: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    lost: list[str] = field(default_factory=list)
-    early: dict[str, float] = field(default_factory=dict)
-    copies: Counter[str] = field(default_factory=Counter)
-    where: Counter[str] = field(default_factory=Counter)
-    late: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    complaints: list[str] = field(default_factory=list)
-
-
-def judge(
-    ledger: Ledger,
-    places: Mapping[str, Sequence[str]] | None = None,
-    limits: Mapping[str, float] | None = None,
-    tolerated_early: float = 0.0,
-) -> Verdict:
-    """Return the verdict on a ledger.
-
-    Args:
-        ledger: What was noted.
-        places: By the id of a task, the queues in which messages were found at the end.
-        limits: By group, the seconds that no task of it may be late.
-        tolerated_early: Seconds that a task may be early without complaint.
-    """
-    verdict = Verdict(sent=Counter(each.outcome for each in ledger.sent.values()))
-    liars: Counter[str] = Counter()
-    for sent in ledger.sent.values():
-        starts, found = ledger.starts.get(sent.id, []), (places or {}).get(sent.id, ())
-        if sent.error is not None:
-            verdict.errors[sent.error] += 1
-            verdict.errors[f"{sent.error} (arrived)"] += bool(starts)
-            liars[sent.error] += bool(starts) and sent.may_have_arrived is False
-        if starts:
-            verdict.late[sent.group].append((starts[0].at_ms - sent.due_ms) / 1000)
-            if starts[0].at_ms < sent.due_ms - RESOLUTION_MS:
-                verdict.early[sent.id] = (sent.due_ms - starts[0].at_ms) / 1000
-            verdict.copies.update(_cause(sent, copy, ledger.troubles) for copy in starts[1:])
-            verdict.copies.update(f"started, and in {queue} besides" for queue in found)
-        elif sent.outcome == "confirmed" and found:
-            verdict.where[found[0]] += 1
-        elif sent.outcome == "confirmed":
-            verdict.lost.append(sent.id)
-    for late in verdict.late.values():
-        late.sort()
-    most, complaints = max(verdict.early.values(), default=0.0), verdict.complaints
-    wrong = {
-        "nothing was sent": not ledger.sent,
-        f"{len(verdict.lost)} lost": verdict.lost,
-        f"{len(verdict.early)} early, by up to {most:.3f} s": most > tolerated_early,
-        f"{verdict.copies[NO_CAUSE]} copies without a cause": verdict.copies[NO_CAUSE],
-    }
-    complaints += [what for what, is_so in wrong.items() if is_so]
-    complaints += [f"{n} not started, in {queue}" for queue, n in verdict.where.items()]
-    complaints += [
-        f"{n} arrived although {each} said that none can have" for each, n in liars.items() if n
-    ]
-    strangers = ledger.starts.keys() - ledger.sent.keys()
-    complaints += [f"{each} started, but nobody has sent it" for each in sorted(strangers)]
-    for group, limit in (limits or {}).items():
-        late = verdict.late.get(group, [])
-        times = sum(each > limit for each in late)
-        if not late:
-            complaints.append(f"{group}: none has started")
-        elif times:
-            how_late = f"later than {limit:g} s, up to {late[-1]:.1f} s"
-            complaints.append(f"{group}: {times} of {len(late)} {how_late}")
-    return verdict
-
-
-def _cause(sent: Sent, copy: Start, troubles: Sequence[Trouble]) -> str:
-    """Return the best known cause of a copy."""
-    if copy.redelivered:
-        return REDELIVERED
-    for trouble in troubles:
-        begin_ms, end_ms = trouble.begin_ms - AROUND_MS, trouble.end_ms + AROUND_MS
-        if sent.began_ms <= end_ms and copy.at_ms >= begin_ms:
-            return AROUND + trouble.what
-    return NO_CAUSE
+def _told(each: Any, given: Mapping[str, Any]) -> bool:
+    return each.default is MISSING or given[each.name] != each.default

@@ -135,9 +135,9 @@ class NetworkedCluster(Cluster):
         ip(f"netns del {self._router}", must=False)
 
     @contextmanager
-    def cut(self, pairs: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Drop every packet between the two of each pair, until the block ends."""
-        both = [each for pair in pairs for each in (pair, pair[::-1])]
+    def cut(self, pairs: Iterable[tuple[int, int]], one_way: bool = False) -> Iterator[None]:
+        """Drop every packet between the two of each pair, or from the first one to the second."""
+        both = [each for pair in pairs for each in (pair, pair[::-1])[: 2 - one_way]]
         rules = [f"from {NODE.format(a)} to {NODE.format(b)} blackhole" for a, b in both]
         try:
             for rule in rules:
@@ -146,6 +146,16 @@ class NetworkedCluster(Cluster):
         finally:
             for rule in rules:
                 ip(f"rule del {rule}", self._router, must=False)
+
+    @contextmanager
+    def slow(self, number: int, rate: str) -> Iterator[None]:
+        """Let few packets to a node, until the block ends; ``tbf``, which most kernels have."""
+        tc, device = f"netns exec {self._router} tc qdisc", f"dev to{number} root"
+        ip(f"{tc} add {device} tbf rate {rate} burst 16kb latency 500ms")
+        try:
+            yield
+        finally:
+            ip(f"{tc} del {device}", must=False)
 
     @contextmanager
     def half_open(self) -> Iterator[None]:

@@ -1,21 +1,20 @@
 """The scenarios. Of a docstring, ``list`` shows the first line; ``all`` plays each of the cases."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
-from typing import Any, Final, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from kombu import Queue
 
+from tests.chaos.application import PREFIX, SOUND, Stream, task_queue
 from tests.chaos.clocks import off_by
 from tests.chaos.cluster import Cluster
-from tests.chaos.network import CUTS, NetworkedCluster
-from tests.chaos.programs import PREFIX, Stream, task_queue
-from tests.chaos.schedules import play_schedules
-from tests.chaos.stage import SOUND, Stage, done, frozen, killed
+from tests.chaos.faults import FAULTS
+from tests.chaos.soak import CALM, play_soak
+from tests.chaos.stage import Stage, frozen, killed
 
 #: The default of ``rabbitdelay_early_tolerance``, in seconds.
 TOLERATED: Final = 1.0
@@ -26,13 +25,24 @@ LATE: Final = 2.0
 
 @dataclass
 class Play:
-    """How a scenario is played: the version of RabbitMQ, the case, how many tasks and how long."""
+    """How a scenario is played: the version of RabbitMQ, the case, how many tasks and how long.
+
+    The soak has a seed, numbers of nodes, processes and schedules, and of rows of a Spark stream a
+    second, and can keep its notes.
+    """
 
     version: str
     name: str
     case: str
     tasks: int
     minutes: float
+    seed: int = 1
+    nodes: int = 3
+    workers: int = 4
+    producers: int = 2
+    schedules: int = 30
+    spark: int = 0
+    keep: Path | None = None
     stage: Stage | None = None
 
     @property
@@ -67,45 +77,6 @@ class Scenario(NamedTuple):
     tasks: int
     minutes: float
     cases: Sequence[str]
-
-
-#: What happens in a round of trouble: it begins, and ends.
-Round: TypeAlias = AbstractContextManager[None]
-
-
-def streamed(
-    what: str,
-    tasks: int,
-    cases: Mapping[str, float],
-    rounds: Callable[[Any, str], Sequence[Round]],
-    cluster: Callable[[str, str], Cluster] = lambda version, _: Cluster(version, 3),
-    workers: Sequence[str] = (),
-) -> Scenario:
-    """Return a scenario in which tasks are sent and come due all along, while there is trouble.
-
-    Args:
-        what: What happens, in words.
-        tasks: How many tasks.
-        cases: The cases, and the seconds that each trouble lasts.
-        rounds: Makes the troubles of a case, which come one after the other, of a stage.
-        cluster: Makes the brokers of a version, for a case.
-        workers: Further options of the workers.
-    """
-
-    def stream(play: Play) -> None:
-        way: Any = play.case if play.case in ("rows", "envelopes") else "task"
-        with play.on(cluster(play.version, play.case)) as stage:
-            for node, _ in zip(cycle(range(len(stage.cluster.nodes))), "12", strict=False):
-                stage.worker(SOUND, *workers, first_node=node)
-                half = Stream("tasks", SOUND, play.tasks // 2, play.seconds, (0.5, 30.0), way)
-                stage.send(half, first_node=node)
-            troubles = rounds(stage, play.case)
-            for each in troubles:
-                stage.pause(play.seconds / 2 / len(troubles))
-                with stage.trouble(play.title), each:
-                    stage.pause(cases[play.case])
-
-    return Scenario(stream, what, tasks, 2.0, list(cases))
 
 
 def full_destination(play: Play) -> None:
@@ -216,16 +187,6 @@ def clock_off(play: Play) -> None:
                 stage.pause(5)
 
 
-def schedules(play: Play) -> None:
-    """Schedules of some seconds to a minute, while everything is killed in turn (root).
-
-    See :mod:`tests.chaos.schedules`.
-    """
-    # Instants are those of the time of day, which may drift from the ledger's clock.
-    with play.on(NetworkedCluster(play.version, 3), early=0.1, patience=300) as stage:
-        play_schedules(stage, play.tasks, play.seconds)
-
-
 def told(play: Callable[..., None], tasks: int, minutes: float = 0.0, *cases: str) -> Scenario:
     """Return a scenario with the docstring of the function that plays it."""
     return Scenario(play, (play.__doc__ or ""), tasks, minutes, cases or ("",))
@@ -233,52 +194,6 @@ def told(play: Callable[..., None], tasks: int, minutes: float = 0.0, *cases: st
 
 SCENARIOS: Final[dict[str, Scenario]] = {
     "full-destination": told(full_destination, 60, 0.0, "argument", "policy"),
-    "node-crash": streamed(
-        "Each node of three is killed with SIGKILL in turn, and started again.",
-        12_000,
-        dict.fromkeys(("task", "rows", "envelopes"), 15),
-        lambda stage, _: [killed([node]) for node in stage.cluster.nodes],
-    ),
-    "freeze": streamed(
-        "One node of three is frozen (SIGSTOP) for 12 s, twice.",
-        12_000,
-        {"": 12},  # longer than the heartbeat of Raft, and shorter than that of AMQP
-        lambda stage, _: [frozen([node]) for node in stage.cluster.nodes[1:]],
-    ),
-    "quorum-lost": streamed(
-        "Two nodes of three are killed, or frozen, for 40 s: nothing has a quorum.",
-        4000,
-        {"kill": 40, "freeze": 40},  # longer than the confirm timeout of 30 s
-        lambda stage, case: [{"kill": killed, "freeze": frozen}[case](stage.cluster.nodes[1:])],
-    ),
-    "connections": streamed(
-        "All connections are half-open at a moment, twice (root).",
-        2000,
-        {"": 24},
-        lambda stage, _: [stage.cluster.half_open() for _ in range(2)],
-        lambda version, _: NetworkedCluster(version, 1),
-        # With a connection for events, a worker of Celery 5.7 waits for ever for the answer of a
-        # half-open one (celery/worker/consumer/events.py), and takes no more tasks.
-        ("--without-gossip", "--without-mingle", "--without-heartbeat"),
-    ),
-    "partition": streamed(
-        "Packets are dropped between halves of a cluster, around a node, or across a ring (root).",
-        8000,
-        dict.fromkeys(CUTS, 10),
-        lambda stage, case: [stage.cluster.cut(CUTS[case]) for _ in range(2)],
-        lambda version, _: NetworkedCluster(version, 3),
-    ),
-    "process-killed": streamed(
-        "A worker is killed five times, also while it opens envelopes; or a producer, once.",
-        6000,
-        dict.fromkeys(("worker", "envelopes", "producer"), 0),
-        lambda stage, case: (
-            [done("kill", "end", stage.producers[:1])]
-            if case == "producer"
-            else [done("kill", "begin", stage.workers[:1]) for _ in range(5)]
-        ),
-        lambda version, _: Cluster(version),
-    ),
     "policies": told(policies, 120, 0.0, *POLICIES),
     "policies-guarded": Scenario(
         partial(policies, is_guarded=True),
@@ -290,8 +205,5 @@ SCENARIOS: Final[dict[str, Scenario]] = {
         *(clock_off, 300, 0.5),
         *(f"{whose}-{off}" for whose in ("producer", "worker", "broker", "node") for off in OFF),
     ),
-    "schedules": told(schedules, 100, 20.0),
+    "soak": told(play_soak, 4000, 3.0, "", CALM, *FAULTS),
 }
-
-#: A few of them, for a first look, with their tasks.
-SHORT: Final = {"full-destination": 60, "node-crash": 1500, "process-killed": 1500}

@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import Any, Final
 
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.testing import RedisServer, wait_for
+from tests.chaos.application import PREFIX, SOUND, Part, Stream, task_queue
+from tests.chaos.checker import Verdict, judge, lines_of, missing
 from tests.chaos.cluster import Cluster
-from tests.chaos.ledger import Ledger, Trouble, Verdict, judge, now_ms
-from tests.chaos.programs import PREFIX, Part, Producer, Stream, Worker, task_queue
+from tests.chaos.ledger import Ledger, Notes, Trouble, now_ms
+from tests.chaos.programs import Producer, Worker
 from tests.chaos.whereabouts import look
 from tests.set_up import SetUp
-
-#: The queue of the tasks that have nothing to do with the trouble.
-SOUND: Final = "sound"
 
 #: Seconds that a producer has to end, with every send's time limit.
 TO_END: Final = 600.0
@@ -56,7 +56,12 @@ class Stage(SetUp):
         workers: The workers, which are started again when they end.
         producers: The producers.
         verdict: The verdict, at the end; before, what a scenario itself finds wrong.
+        keep: The folder of the notes, which stays; None for one that goes with the stage.
+        looking: Who holds it changes the workers, or starts those that have ended.
+        to_end: Seconds that producers have to end.
     """
+
+    keep: Path | None = None
 
     def __init__(
         self,
@@ -72,12 +77,17 @@ class Stage(SetUp):
         self.workers: list[Worker] = []
         self.producers: list[Producer] = []
         self._limits, self._early, self._patience = limits or {}, early, patience
-        self._version, self._send_for = "", 0.0
+        self.looking = RLock()
+        self._version, self.to_end = "", TO_END
         self._began = time.monotonic()
 
     def _set_up(self, stack: ExitStack) -> None:
         prefix = "rabbitdelay-chaos-"
-        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix)))
+        self._folder = self.keep or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix))
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.notes = Notes(str(self._folder))
         stack.enter_context(self.cluster)
         self._version = self.cluster.running.ctl("version").strip()
         for node in self.cluster.nodes:
@@ -131,14 +141,14 @@ class Stage(SetUp):
         self._stack.callback(producer.stop)
         producer.begin()
         self.producers.append(producer)
-        self._send_for = max(self._send_for, stream.seconds + TO_END)
+        self.to_end = max(self.to_end, stream.seconds + TO_END)
         self.say(f"sending {stream.count} of group {stream.group}")
         if wait:
             self._wait_for_producers()
 
     def _wait_for_producers(self) -> None:
         self.wait(
-            lambda: not any(each.running for each in self.producers), "producers", self._send_for
+            lambda: not any(each.running for each in self.producers), "producers", self.to_end
         )
 
     def wait(
@@ -171,13 +181,13 @@ class Stage(SetUp):
             with suppress(TimeoutError):
                 self.wait(self.cluster.is_together, "the whole cluster", 120, interval=2.0)
         finally:
-            self.ledger.troubles.append(Trouble(what, begin_ms, now_ms()))
+            self.notes.write("trouble", Trouble(what, begin_ms, now_ms()))
             self.say(f"{what}: ends")
 
     def missing(self) -> list[str]:
         """Return what is confirmed and has not started up to now."""
         self.ledger.read(self._folder)
-        return self.ledger.missing()
+        return missing(self.ledger)
 
     def _conclude(self) -> None:
         self._wait_for_producers()
@@ -188,32 +198,23 @@ class Stage(SetUp):
         for worker in self.workers:
             worker.end()
         with Connection(self.cluster.running.url) as connection:
-            places = look(connection, Topology(PREFIX), self.queues)
+            for identity, queues in look(connection, Topology(PREFIX), self.queues).items():
+                for queue in queues:
+                    self.notes.write("place", {"id": identity, "queue": queue})
         # Last, because the workers have gone on until they were ended.
         self.say(f"{len(self.missing())} have not started")
-        found, self.verdict = self.verdict, judge(self.ledger, places, self._limits, self._early)
+        found, self.verdict = self.verdict, judge(self.ledger, self._limits, self._early)
         self.verdict.complaints += found.complaints
 
     def text(self) -> str:
         """Return the verdict in lines."""
-        verdict, figures = self.verdict, {"RabbitMQ": self._version}
-        figures |= {what: str(n) for what, n in verdict.sent.items()}
-        for what, counts in {
-            "raised": verdict.errors,
-            "copies": verdict.copies,
-            "not started, where": verdict.where,
-        }.items():
-            figures[what] = ", ".join(f"{n} {each}" for each, n in counts.items() if n)
-        for group, late in verdict.late.items():
-            p50, p99 = (late[len(late) * part // 100] for part in (50, 99))
-            figures[f"{group}, late"] = f"{p50:.2f}/{p99:.1f}/{late[-1]:.1f} s, {len(late)} tasks"
-        lines = [f"{what}: {figure}" for what, figure in figures.items() if figure]
-        return "\n    ".join([*lines, *(f"NOT GOOD: {each}" for each in verdict.complaints)])
+        return "\n    ".join([f"RabbitMQ: {self._version}", *lines_of(self.verdict)])
 
     def _look_after(self) -> None:
-        for worker in self.workers:
-            if not worker.running:
-                self.say(f"a worker has ended: {worker.last_words()}")
-                worker.begin()
+        with self.looking:
+            for worker in self.workers:
+                if not worker.running:
+                    self.say(f"a worker has ended: {worker.last_words()}")
+                    worker.begin()
         for producer in self.producers:
             assert not producer.failed, producer.log[-3000:]

@@ -47,8 +47,11 @@ def messages(
 
 
 def _ids(message: Any) -> list[str]:
-    """Return the ids of a message's tasks; an envelope has many."""
+    """Return the ids of a message's starts, as the ledger has them; an envelope has many."""
     headers: list[Any] = [headers_of(message)]
     if message.properties.get("content_type") == ENVELOPE:
         headers = [each.headers for each in tuple(OpenedEnvelope(message.body))]
-    return [str(each.get("id")) for each in headers]
+    return [
+        f"{each.get('id')}" + f"/{each.get('retries')}" * bool(each.get("retries"))
+        for each in headers
+    ]
