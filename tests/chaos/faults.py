@@ -32,8 +32,8 @@ Make: TypeAlias = Callable[[Any, random.Random], AbstractContextManager[None]]
 LEVELS: Final = rf"^{PREFIX}\.(days|hours|minutes|seconds|ms)\."
 TOLERATED_MS: Final = 1000.0
 
-#: Seconds between two faults of a lane.
-REST: Final = (5.0, 20.0)
+#: Seconds between two faults of a lane. What Redis may have forgotten is not judged, so it rests.
+REST: Final = {"brokers": (5.0, 20.0), "others": (5.0, 20.0), "redis": (30.0, 90.0)}
 
 #: What a worker logs when it takes tasks.
 READY: Final = " ready."
@@ -83,14 +83,14 @@ def plan(seed: int, seconds: float, names: Sequence[str]) -> list[Planned]:
     drawn, planned = random.Random(seed), []
     for lane in sorted({FAULTS[name].lane for name in names}):
         of_lane, deck = [name for name in names if FAULTS[name].lane == lane], list[str]()
-        at = drawn.uniform(*REST)
+        at = drawn.uniform(*REST[lane])
         while at < seconds:
             if not deck:
                 deck = drawn.sample(of_lane, len(of_lane))
             name = deck.pop()
             lasts = drawn.uniform(*FAULTS[name].seconds)
             planned.append(Planned(at, lasts, name, drawn.getrandbits(32)))
-            at += lasts + drawn.uniform(*REST)
+            at += lasts + drawn.uniform(*REST[lane])
     return sorted(planned)
 
 
