@@ -82,13 +82,22 @@ class RabbitDelayError(Exception):
     #: The error's text, a format string with the attributes of ``self``.
     text: ClassVar = ""
 
+    #: The page of the documentation that names the error and says what to do. The error has it as
+    #: a note, which a traceback shows below the text.
+    page: ClassVar = "how-to/troubleshooting"
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         dataclass(eq=False, repr=False)(cls)
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"See {self.page} in the documentation of celery_rabbitdelay.")
+
     def __post_init__(self) -> None:
         # Pickle passes these to the class: errors travel between processes.
-        self.args = tuple(getattr(self, each.name) for each in fields(cast(Any, self)))
+        values = (getattr(self, each.name) for each in fields(cast(Any, self)))
+        RabbitDelayError.__init__(self, *values)
 
     def copy(self, may_have_arrived: bool) -> Self:
         """Return the same error for another message.
@@ -119,6 +128,7 @@ class InvalidDelay(RabbitDelayError, ValueError):
     what: str = "delay"
 
     text: ClassVar = "{self.what} {self.value!r}: {self.reason}"
+    page: ClassVar = "reference/api"
 
 
 class InvalidDelayType(InvalidDelay, TypeError):
@@ -135,6 +145,8 @@ class DelayTooLong(RabbitDelayError, ValueError):
 
     delay_ms: int
     capacity_ms: int
+
+    page: ClassVar = "how-to/modules"
 
     def __str__(self) -> str:
         return (
@@ -156,6 +168,8 @@ class InvalidLayout(RabbitDelayError, ValueError):
 
     reason: str
 
+    page: ClassVar = "how-to/layout"
+
 
 class InvalidSetting(RabbitDelayError, ValueError):
     """An unknown ``rabbitdelay_*`` key, or an invalid value.
@@ -171,6 +185,7 @@ class InvalidSetting(RabbitDelayError, ValueError):
     takes: str
 
     text: ClassVar = "{self.key} = {self.value!r}: {self.takes}"
+    page: ClassVar = "reference/settings"
 
 
 class InvalidSigningKey(RabbitDelayError, ValueError):
@@ -183,6 +198,7 @@ class InvalidSigningKey(RabbitDelayError, ValueError):
     reason: str
 
     text: ClassVar = "invalid signing key: {self.reason}"
+    page: ClassVar = "how-to/sign_encrypt_tls"
 
 
 class InvalidSchedule(RabbitDelayError, ValueError):
@@ -197,6 +213,7 @@ class InvalidSchedule(RabbitDelayError, ValueError):
     reason: str
 
     text: ClassVar = "the schedule {self.value!r}: {self.reason}"
+    page: ClassVar = "how-to/schedules"
 
 
 class UnknownOption(RabbitDelayError, TypeError):
@@ -213,6 +230,7 @@ class UnknownOption(RabbitDelayError, TypeError):
     reason: str = "unknown option; leave it out"
 
     text: ClassVar = "{self.name} = {self.value!r}: {self.reason}"
+    page: ClassVar = "reference/api"
 
 
 class LayoutConflict(RabbitDelayError, OperationalError):
@@ -232,6 +250,7 @@ class LayoutConflict(RabbitDelayError, OperationalError):
         "the levels under the prefix {self.prefix!r} differ on the broker: {self.advice}. "
         "The broker's reply: {self.reply}"
     )
+    page: ClassVar = "how-to/layout"
 
 
 class TopologyIncomplete(RabbitDelayError, OperationalError):
@@ -244,6 +263,8 @@ class TopologyIncomplete(RabbitDelayError, OperationalError):
 
     prefix: str
     missing: tuple[str, ...]
+
+    page: ClassVar = "how-to/declare"
 
     def __str__(self) -> str:
         shown = ", ".join(self.missing[:5])
@@ -267,6 +288,8 @@ class TopologyNotEmpty(RabbitDelayError):
     prefix: str
     waiting: Mapping[str, int]
 
+    page: ClassVar = "how-to/declare"
+
     def __str__(self) -> str:
         return (
             f"{sum(self.waiting.values())} messages still wait in {len(self.waiting)} queues under "
@@ -288,6 +311,8 @@ class TopologyInUse(RabbitDelayError):
 
     prefix: str
     consumers: Mapping[str, int]
+
+    page: ClassVar = "how-to/declare"
 
     def __str__(self) -> str:
         return (
@@ -312,6 +337,7 @@ class SameTopology(RabbitDelayError, ValueError):
         "broker, and so the same queues. Give the new levels another rabbitdelay_prefix, and pass "
         "the old prefix as --from-prefix"
     )
+    page: ClassVar = "how-to/migrate"
 
 
 class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError):
@@ -332,6 +358,7 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
         '"distribution" to rabbitdelay_modules; or call send_many without envelopes=True; or set '
         "rabbitdelay=False on the task to keep Celery's own behavior"
     )
+    page: ClassVar = "how-to/modules"
 
 
 class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
@@ -355,6 +382,7 @@ class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
         "to one queue of task_queues, with a priority of at most 4 and a delay within the levels' "
         "capacity; or raise the setting on workers and producers"
     )
+    page: ClassVar = "reference/bounds"
 
 
 class PublishError(RabbitDelayError, OperationalError):
@@ -454,6 +482,7 @@ class PermissionMissing(RabbitDelayError, OperationalError):
     permission: MissingPermission
 
     text: ClassVar = "{self.permission}"
+    page: ClassVar = "how-to/permissions"
 
 
 class PublishNotPermitted(PublishError, PermissionMissing):
@@ -525,6 +554,8 @@ class InvalidEnvelope(RabbitDelayError, ValueError):
 
     reason: str
 
+    page: ClassVar = "reference/bounds"
+
 
 class UnprocessableMessage(RabbitDelayError):
     """A module cannot process a message, which goes to ``undeliverable``.
@@ -535,12 +566,16 @@ class UnprocessableMessage(RabbitDelayError):
 
     reason: str
 
+    page: ClassVar = "how-to/undeliverable"
+
 
 class LaterVersion(UnprocessableMessage):
     """Only a later version of this package can read a message.
 
     A module puts the message back into the levels, for a worker of that version.
     """
+
+    page: ClassVar = "how-to/upgrade"
 
 
 class InvalidDestination(RabbitDelayError, ValueError):
@@ -555,6 +590,7 @@ class InvalidDestination(RabbitDelayError, ValueError):
     reason: str
 
     text: ClassVar = "the queue {self.queue!r} {self.reason}"
+    page: ClassVar = "how-to/undeliverable"
 
 
 class RowsNotConfirmed(RabbitDelayError, OperationalError):
@@ -569,6 +605,8 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
         rest: The number of the first row that was not sent because the send had ended; None if
             there is no such row. Unless the iterable raised, it has already yielded this row.
     """
+
+    page: ClassVar = "how-to/send_many"
 
     def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:
         super().__init__(report, errors, rest)
@@ -597,6 +635,8 @@ class TasksNotConfirmed(RabbitDelayError, OperationalError):
             broker does not have the other tasks, so sending the others again makes no copies.
     """
 
+    page: ClassVar = "how-to/send_many"
+
     def __init__(self, errors: Mapping[str, Exception]) -> None:
         super().__init__(errors)
         self.errors = dict(errors)
@@ -620,6 +660,7 @@ class InvalidRow(RabbitDelayError, TypeError):
     reason: str
 
     text: ClassVar = "row {self.row!r}: {self.reason}"
+    page: ClassVar = "how-to/send_many"
 
 
 class InvalidOption(RabbitDelayError, ValueError):
@@ -634,6 +675,8 @@ class InvalidOption(RabbitDelayError, ValueError):
     name: str
     value: str | None
     takes: str
+
+    page: ClassVar = "how-to/spark"
 
     def __str__(self) -> str:
         value = "" if self.value is None else f" = {self.value!r}"
@@ -652,6 +695,8 @@ class InvalidColumn(RabbitDelayError, TypeError):
     name: str
     type: str | None
     takes: str
+
+    page: ClassVar = "how-to/spark"
 
     def __str__(self) -> str:
         shown = "" if self.type is None else f" ({self.type})"
@@ -673,6 +718,7 @@ class ReadTooLong(RabbitDelayError, OperationalError):
         "reading {self.messages} undeliverable messages took {self.seconds:.0f} s, so the broker "
         "may have requeued some (consumer_timeout): set a lower limit"
     )
+    page: ClassVar = "how-to/spark"
 
 
 class AdditionMissing(RabbitDelayError, AttributeError):
@@ -704,6 +750,7 @@ class RegistryRequired(RabbitDelayError, TypeError):
     text: ClassVar = (
         "{self.what} needs the registry: set rabbitdelay_registry_url to the URL of a Redis server"
     )
+    page: ClassVar = "how-to/registry"
 
 
 class RegistryUnavailable(RabbitDelayError, OperationalError):
@@ -718,6 +765,7 @@ class RegistryUnavailable(RabbitDelayError, OperationalError):
     reason: str
 
     text: ClassVar = "the registry cannot be used: {self.reason}"
+    page: ClassVar = "how-to/registry"
 
 
 class NotRecorded(RabbitDelayError, NotImplementedError):
@@ -733,6 +781,7 @@ class NotRecorded(RabbitDelayError, NotImplementedError):
         "recorded() does not imitate {self.what}: use celery_rabbitdelay.testing.travel, which "
         "runs the test against a real RabbitMQ"
     )
+    page: ClassVar = "how-to/testing"
 
 
 class NotTracked(RabbitDelayError, ValueError):
@@ -748,6 +797,7 @@ class NotTracked(RabbitDelayError, ValueError):
         "task {self.task_id} cannot run earlier: its message waits in the broker and is not "
         "tracked. Send it with track=True, or cancel it and send it under another id"
     )
+    page: ClassVar = "how-to/cancel"
 
 
 class JobClosed(RabbitDelayError, ValueError):
@@ -760,6 +810,8 @@ class JobClosed(RabbitDelayError, ValueError):
 
     job: str
     state: str
+
+    page: ClassVar = "how-to/jobs"
 
     def __str__(self) -> str:
         way_out = {
@@ -779,6 +831,7 @@ class InvalidManagementURL(RabbitDelayError, ValueError):
     url: str
 
     text: ClassVar = "invalid management URL {self.url!r}: give one such as http://host:15672"
+    page: ClassVar = "how-to/verify"
 
 
 class ManagementUnavailable(RabbitDelayError, OperationalError):
@@ -799,6 +852,7 @@ class ManagementUnavailable(RabbitDelayError, OperationalError):
         "(rabbitmq-plugins enable rabbitmq_management), and set --management or "
         "RABBITDELAY_MANAGEMENT_URL to its URL, with a user that has the tag 'monitoring'"
     )
+    page: ClassVar = "how-to/verify"
 
 
 def _may_have_arrived(error: Exception) -> bool:

@@ -69,7 +69,7 @@ class Commands(click.Group):
     """A group of commands that take ``--json``.
 
     Passwords in errors are hidden: click's errors repeat arguments that it cannot parse. An error
-    of a setting or a server ends the command with one line.
+    of a setting or a server ends the command with one line, and the page that its notes name.
     """
 
     group_class = type
@@ -234,7 +234,7 @@ def usage_errors(*kinds: type[Exception], of: str = "") -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise click.UsageError(f"{of}{error}") from error
+        raise click.UsageError(with_notes(f"{of}{error}", error)) from error
 
 
 def delays() -> RabbitDelay:
@@ -274,10 +274,8 @@ def broker() -> Iterator[Connection]:
     """
     connection = delays().app.connection_for_write()
     try:
-        with connection:
+        with usage_errors(exceptions.InvalidManagementURL), connection:
             yield connection
-    except exceptions.InvalidManagementURL as error:
-        raise click.UsageError(str(error)) from error
     except exceptions.RabbitDelayError:
         raise  # its text says what to do
     except BROKER_ERRORS as error:
@@ -324,8 +322,14 @@ duration_type: Final = ParameterType("duration", delay.parse_duration)
 seconds_type: Final = ParameterType("duration", _seconds)
 
 
+def with_notes(message: str, error: Exception) -> str:
+    """Return a message, and below it the notes of its error, which name a page to read."""
+    notes = map(shown_url.without_passwords, getattr(error, "__notes__", ()))
+    return "\n".join([message, *notes])
+
+
 def fail(error: Exception, message: str, exit_status: int = FAILED) -> NoReturn:
-    """End the command with one line on the standard error.
+    """End the command with one line on the standard error, and below it the notes of the error.
 
     With ``--json``, also print an object with the key ``error``.
 
@@ -340,7 +344,7 @@ def fail(error: Exception, message: str, exit_status: int = FAILED) -> NoReturn:
     line = shown_url.without_passwords(" ".join(message.split()))
     if click.get_current_context().meta.get(_JSON):
         click.echo(json.dumps({"error": line}))
-    raise CeleryCommandException(line, exit_status) from error
+    raise CeleryCommandException(with_notes(line, error), exit_status) from error
 
 
 def _layout(text: str, what: str) -> object:

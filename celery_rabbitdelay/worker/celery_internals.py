@@ -50,7 +50,8 @@ class RabbitMQStep(bootsteps.StartStopStep):
         except InvalidSetting as wrong:
             if click.get_current_context(silent=True) is None:
                 raise
-            raise CeleryCommandException(str(wrong), EX_FAILURE) from wrong
+            text = "\n".join([str(wrong), *wrong.__notes__])
+            raise CeleryCommandException(text, EX_FAILURE) from wrong
         return included
 
 

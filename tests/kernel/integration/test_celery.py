@@ -204,6 +204,7 @@ def test_a_wrong_setting_ends_the_command_with_one_line(configuration: Any) -> N
     (line,) = (line for line in ended.stderr.splitlines() if "rabbitdelay_" in line)
     assert line.startswith("Error: ")
     assert "takes a list of any of check-in, distribution, probe" in line
+    assert "\nSee reference/settings in the documentation" in ended.stderr
     assert "Traceback" not in ended.stderr + ended.stdout
 
 

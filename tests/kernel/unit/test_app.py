@@ -40,7 +40,7 @@ def remind(app: Any) -> Any:
         *((given, "tolerance") for given in ({"countdown": 5, "tolerance": -1}, {"tolerance": -1})),
         *(({"countdown": each}, "delay") for each in (True, "5", NAN)),
         *(
-            ({"eta": each}, r"^eta .*: takes a datetime or ISO 8601.*2030-01-31T09:00:00\+01:00$")
+            ({"eta": each}, r"^eta .*: takes a datetime or ISO 8601.*2030-01-31T09:00:00\+01:00\n")
             for each in ("tomorrow", date(2100, 1, 1))
         ),
         *(({"delay": 5, "confirm_timeout": each}, "confirm_timeout") for each in ("5", 0, NAN)),

@@ -58,6 +58,9 @@ def test_an_error_keeps_its_text_and_attributes_in_another_process(make: Any) ->
     assert type(copy) is type(error)
     assert str(copy)
     assert (str(copy), repr(vars(copy))) == (str(error), repr(vars(error)))
+    note = f"See {error.page} in the documentation of celery_rabbitdelay."
+    assert copy.__notes__ == error.copy(may_have_arrived=False).__notes__ == [note]
+    assert note not in str(error)
 
 
 def test_an_error_of_several_says_which_may_have_arrived() -> None:

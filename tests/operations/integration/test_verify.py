@@ -249,7 +249,8 @@ def test_without_the_management_api_the_error_says_how_to_name_it(settings: dict
     asked = run_celery(settings, "rabbitdelay verify -j")
 
     assert told.returncode == asked.returncode == EX_UNAVAILABLE
-    (line,) = told.stderr.splitlines()
+    line, page = told.stderr.splitlines()
+    assert page == "See how-to/verify in the documentation of celery_rabbitdelay."
     assert line.startswith("Error: the management API http://127.0.0.1:1 cannot be used: ")
     assert "rabbitmq-plugins enable rabbitmq_management" in line
     assert "RABBITDELAY_MANAGEMENT_URL" in line

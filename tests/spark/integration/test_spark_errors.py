@@ -117,8 +117,8 @@ def test_an_error_of_a_row_a_queue_or_a_setting_says_what_is_wrong(spark: SparkS
     with pytest.raises(PySparkException) as failed:
         dispatch(frame, "look", app=f"{APPS}:good")
     error = r"^celery_rabbitdelay.exceptions.InvalidRow: row .*: its delay is null$"
-    where = "This is partition 1. Its rows are numbered from 0"
-    assert re.search(rf"{error}\n{where}", str(failed.value), re.MULTILINE)
+    notes = "See .*\nThis is partition 1. Its rows are numbered from 0"
+    assert re.search(rf"{error}\n{notes}", str(failed.value), re.MULTILINE)
     with pytest.raises(PySparkException, match=r"TopologyIncomplete[^\n]* missing: nowhere\."):
         write(spark, "never", queue="nowhere")
     with pytest.raises(PySparkException, match="what = 'pending': lists tracked tasks, but"):

@@ -99,7 +99,9 @@ def test_the_help_needs_no_broker(command: str) -> None:
 def test_without_a_broker_a_command_ends_with_one_line(line: str, says: str, url: str) -> None:
     told = invoke(f"{line} --json", broker_url=url)
     assert told.exit_code == EX_UNAVAILABLE, told.stderr
-    (error,) = told.stderr.splitlines()
+    error, *page = told.stderr.splitlines()
+    of_registry = "See how-to/registry in the documentation of celery_rabbitdelay."
+    assert page == ([of_registry] if says.startswith("Error: the registry") else [])
     assert error.startswith(says)
     assert "secret" not in error
     assert json_schemas.checked("error", told.stdout) == {"error": error.removeprefix("Error: ")}
@@ -130,6 +132,7 @@ def test_a_url_of_something_else_is_a_usage_error(
 @pytest.mark.parametrize(
     ("settings", "command", "says"),
     [
+        ({"rabbitdelay_tick": "soon"}, "status", "takes a positive number"),
         ({"rabbitdelay_registry_url": "unix://"}, "status", "begins with one of redis, rediss"),
         ({"rabbitdelay_web": {"management": "ftp://h"}}, "web", "URL such as http://user"),
     ],
@@ -139,12 +142,15 @@ def test_what_a_setting_causes_is_one_line(
 ) -> None:
     told = invoke(command, **settings)
     assert told.exit_code in (1, 2)
-    last = told.stderr.splitlines()[-1]
-    assert last.startswith("Error: ")
-    assert says in last
+    *_, line, page = told.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert says in line
+    assert page == "See reference/settings in the documentation of celery_rabbitdelay."
 
 
 def test_a_traceback_is_printed_if_it_is_asked_for() -> None:
     told = run_command(CONFIGURATION, "--traceback pending")
     assert "Traceback" in told.stderr
-    assert told.stderr.splitlines()[-1].startswith("celery_rabbitdelay.exceptions.RegistryUnavail")
+    *_, line, page = told.stderr.splitlines()
+    assert line.startswith("celery_rabbitdelay.exceptions.RegistryUnavail")
+    assert page == "See how-to/registry in the documentation of celery_rabbitdelay."

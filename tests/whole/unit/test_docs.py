@@ -102,12 +102,25 @@ def test_the_page_of_the_api_has_every_error_with_its_docstring() -> None:
         if isinstance(node, ast.ClassDef)
         if ast.get_docstring(node)
     }
-    errors = {
-        name
+    assert errors().keys() <= documented
+
+
+def errors() -> dict[str, type[RabbitDelayError]]:
+    return {
+        name: each
         for name, each in vars(celery_rabbitdelay.exceptions).items()
         if inspect.isclass(each) and issubclass(each, RabbitDelayError)
     }
-    assert errors <= documented
+
+
+def test_the_page_that_an_error_names_says_what_to_do() -> None:
+    lost = {
+        name: error.page
+        for name, error in errors().items()
+        if error is not RabbitDelayError
+        if f"`{name}`" not in (DOCS / f"{error.page}.md").read_text()
+    }
+    assert lost == {}
 
 
 def commands_of(group: click.Group, name: str = "") -> Iterator[str]:
