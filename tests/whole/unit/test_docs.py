@@ -123,13 +123,18 @@ def test_the_page_that_an_error_names_says_what_to_do() -> None:
     assert lost == {}
 
 
-def commands_of(group: click.Group, name: str = "") -> Iterator[str]:
+def commands_of(group: click.Group) -> Iterator[str]:
+    """Yield the names of commands and, behind a command's name, of its subcommands or actions."""
     context = click.Context(group)
-    for each in group.list_commands(context):
-        command = group.get_command(context, each)
-        yield f"{name} {each}".strip()
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield name
         if isinstance(command, click.Group):
-            yield from commands_of(command, f"{name} {each}".strip())
+            yield from (f"{name} {each}" for each in commands_of(command))
+        for parameter in command.params:
+            if isinstance(parameter, click.Argument) and isinstance(parameter.type, click.Choice):
+                yield from (f"{name} {each}" for each in parameter.type.choices)
 
 
 def test_the_page_of_the_command_line_has_every_command() -> None:
@@ -141,8 +146,9 @@ def test_the_page_of_the_command_line_has_every_command() -> None:
     }
     commands = list(commands_of(rabbitdelay))
     assert {each for each in commands if " " not in each} == sections.keys()
-    for name, _, subcommand in (each.partition(" ") for each in commands):
-        assert re.search(rf"\b{subcommand}\b", sections[name]), f"{name} {subcommand}"
+    for name, subcommand in (each.split() for each in commands if " " in each):
+        called = rf"`{subcommand}`|rabbitdelay {name} {subcommand}\b"
+        assert re.search(called, sections[name]), f"{name} {subcommand}"
 
 
 def test_the_page_of_the_headers_has_every_header() -> None:
