@@ -337,8 +337,8 @@ def test_what_is_wrong_is_said_before_anything_is_sent(spark: SparkSession, shop
         ("1 delay", {"task": "notes"}, "option task = 'notes': is unknown to the application; did"),
         ("1 delay", {"app": "no.such.module"}, "option app = 'no.such.module': cannot be imported"),
         ("1 delay, 'x' cat", {"kwargsFromColumns": "true"}, "does not take these columns as its a"),
-        ("1 delay", {**url, "maxRate": "5"}, "takes a reg"),
-        ("1 delay", {**url, "job": "import"}, "takes a reg"),
+        ("1 delay", {**url, "maxRate": "5"}, "needs a reg"),
+        ("1 delay", {**url, "job": "import"}, "needs a reg"),
     ]
     for columns, options, error in wrong:
         with pytest.raises(AnalysisException) as raised:
