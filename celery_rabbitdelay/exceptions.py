@@ -80,11 +80,11 @@ class RabbitDelayError(Exception):
     may_have_arrived: bool = False
 
     #: The error's text, a format string with the attributes of ``self``.
-    text: ClassVar = ""
+    text: ClassVar[str] = ""
 
     #: The page of the documentation that names the error and says what to do. The error has it as
     #: a note, which a traceback shows below the text.
-    page: ClassVar = "how-to/troubleshooting"
+    page: ClassVar[str] = "how-to/troubleshooting"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -127,8 +127,8 @@ class InvalidDelay(RabbitDelayError, ValueError):
     reason: str
     what: str = "delay"
 
-    text: ClassVar = "{self.what} {self.value!r}: {self.reason}"
-    page: ClassVar = "reference/api"
+    text: ClassVar[str] = "{self.what} {self.value!r}: {self.reason}"
+    page: ClassVar[str] = "reference/api"
 
 
 class InvalidDelayType(InvalidDelay, TypeError):
@@ -146,7 +146,7 @@ class DelayTooLong(RabbitDelayError, ValueError):
     delay_ms: int
     capacity_ms: int
 
-    page: ClassVar = "how-to/modules"
+    page: ClassVar[str] = "how-to/modules"
 
     def __str__(self) -> str:
         return (
@@ -168,7 +168,7 @@ class InvalidLayout(RabbitDelayError, ValueError):
 
     reason: str
 
-    page: ClassVar = "how-to/layout"
+    page: ClassVar[str] = "how-to/layout"
 
 
 class InvalidSetting(RabbitDelayError, ValueError):
@@ -184,8 +184,8 @@ class InvalidSetting(RabbitDelayError, ValueError):
     value: object
     takes: str
 
-    text: ClassVar = "{self.key} = {self.value!r}: {self.takes}"
-    page: ClassVar = "reference/settings"
+    text: ClassVar[str] = "{self.key} = {self.value!r}: {self.takes}"
+    page: ClassVar[str] = "reference/settings"
 
 
 class InvalidSigningKey(RabbitDelayError, ValueError):
@@ -197,8 +197,8 @@ class InvalidSigningKey(RabbitDelayError, ValueError):
 
     reason: str
 
-    text: ClassVar = "invalid signing key: {self.reason}"
-    page: ClassVar = "how-to/sign_encrypt_tls"
+    text: ClassVar[str] = "invalid signing key: {self.reason}"
+    page: ClassVar[str] = "how-to/sign_encrypt_tls"
 
 
 class InvalidSchedule(RabbitDelayError, ValueError):
@@ -212,8 +212,8 @@ class InvalidSchedule(RabbitDelayError, ValueError):
     value: object
     reason: str
 
-    text: ClassVar = "the schedule {self.value!r}: {self.reason}"
-    page: ClassVar = "how-to/schedules"
+    text: ClassVar[str] = "the schedule {self.value!r}: {self.reason}"
+    page: ClassVar[str] = "how-to/schedules"
 
 
 class UnknownOption(RabbitDelayError, TypeError):
@@ -229,8 +229,8 @@ class UnknownOption(RabbitDelayError, TypeError):
     value: object
     reason: str = "unknown option; leave it out"
 
-    text: ClassVar = "{self.name} = {self.value!r}: {self.reason}"
-    page: ClassVar = "reference/api"
+    text: ClassVar[str] = "{self.name} = {self.value!r}: {self.reason}"
+    page: ClassVar[str] = "reference/api"
 
 
 class LayoutConflict(RabbitDelayError, OperationalError):
@@ -246,11 +246,11 @@ class LayoutConflict(RabbitDelayError, OperationalError):
     reply: str
     advice: str = "use another rabbitdelay_prefix"
 
-    text: ClassVar = (
+    text: ClassVar[str] = (
         "the levels under the prefix {self.prefix!r} differ on the broker: {self.advice}. "
         "The broker's reply: {self.reply}"
     )
-    page: ClassVar = "how-to/layout"
+    page: ClassVar[str] = "how-to/layout"
 
 
 class TopologyIncomplete(RabbitDelayError, OperationalError):
@@ -264,7 +264,7 @@ class TopologyIncomplete(RabbitDelayError, OperationalError):
     prefix: str
     missing: tuple[str, ...]
 
-    page: ClassVar = "how-to/declare"
+    page: ClassVar[str] = "how-to/declare"
 
     def __str__(self) -> str:
         shown = ", ".join(self.missing[:5])
@@ -288,7 +288,7 @@ class TopologyNotEmpty(RabbitDelayError):
     prefix: str
     waiting: Mapping[str, int]
 
-    page: ClassVar = "how-to/declare"
+    page: ClassVar[str] = "how-to/declare"
 
     def __str__(self) -> str:
         return (
@@ -312,7 +312,7 @@ class TopologyInUse(RabbitDelayError):
     prefix: str
     consumers: Mapping[str, int]
 
-    page: ClassVar = "how-to/declare"
+    page: ClassVar[str] = "how-to/declare"
 
     def __str__(self) -> str:
         return (
@@ -332,12 +332,12 @@ class SameTopology(RabbitDelayError, ValueError):
 
     prefix: str
 
-    text: ClassVar = (
+    text: ClassVar[str] = (
         "cannot migrate: source and target have the same prefix {self.prefix!r} on the same "
         "broker, and so the same queues. Give the new levels another rabbitdelay_prefix, and pass "
         "the old prefix as --from-prefix"
     )
-    page: ClassVar = "how-to/migrate"
+    page: ClassVar[str] = "how-to/migrate"
 
 
 class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError):
@@ -352,13 +352,13 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
 
     what: str
 
-    text: ClassVar = (
+    text: ClassVar[str] = (
         "{self.what} cannot be delayed: the levels deliver only to a single queue, at priority 4 "
         "or below. Use one queue of task_queues and a priority of at most 4; or add "
         '"distribution" to rabbitdelay_modules; or call send_many without envelopes=True; or set '
         "rabbitdelay=False on the task to keep Celery's own behavior"
     )
-    page: ClassVar = "how-to/modules"
+    page: ClassVar[str] = "how-to/modules"
 
 
 class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
@@ -376,13 +376,13 @@ class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
     size: int
     bound: int
 
-    text: ClassVar = (
+    text: ClassVar[str] = (
         "a body of {self.size:,} bytes is larger than rabbitdelay_max_message_bytes, "
         "{self.bound:,}: send a reference instead of the content; or send it without compression "
         "to one queue of task_queues, with a priority of at most 4 and a delay within the levels' "
         "capacity; or raise the setting on workers and producers"
     )
-    page: ClassVar = "reference/bounds"
+    page: ClassVar[str] = "reference/bounds"
 
 
 class PublishError(RabbitDelayError, OperationalError):
@@ -401,7 +401,7 @@ class PublishError(RabbitDelayError, OperationalError):
     routing_key: str
     reason: str
 
-    text: ClassVar = (
+    text: ClassVar[str] = (
         "publishing to the exchange {self.exchange!r} with routing key {self.routing_key!r} "
         "failed: {self.reason}"
     )
@@ -481,8 +481,8 @@ class PermissionMissing(RabbitDelayError, OperationalError):
 
     permission: MissingPermission
 
-    text: ClassVar = "{self.permission}"
-    page: ClassVar = "how-to/permissions"
+    text: ClassVar[str] = "{self.permission}"
+    page: ClassVar[str] = "how-to/permissions"
 
 
 class PublishNotPermitted(PublishError, PermissionMissing):
@@ -539,7 +539,7 @@ class NoPublisherFree(RabbitDelayError, OperationalError):
     limit: int | None
     timeout: float | None
 
-    text: ClassVar = (
+    text: ClassVar[str] = (
         "all {self.limit} publishers were in use for {self.timeout} s: "
         "raise broker_pool_limit, or delay fewer tasks at the same time"
     )
@@ -554,7 +554,7 @@ class InvalidEnvelope(RabbitDelayError, ValueError):
 
     reason: str
 
-    page: ClassVar = "reference/bounds"
+    page: ClassVar[str] = "reference/bounds"
 
 
 class UnprocessableMessage(RabbitDelayError):
@@ -566,7 +566,7 @@ class UnprocessableMessage(RabbitDelayError):
 
     reason: str
 
-    page: ClassVar = "how-to/undeliverable"
+    page: ClassVar[str] = "how-to/undeliverable"
 
 
 class LaterVersion(UnprocessableMessage):
@@ -575,7 +575,7 @@ class LaterVersion(UnprocessableMessage):
     A module puts the message back into the levels, for a worker of that version.
     """
 
-    page: ClassVar = "how-to/upgrade"
+    page: ClassVar[str] = "how-to/upgrade"
 
 
 class InvalidDestination(RabbitDelayError, ValueError):
@@ -589,8 +589,8 @@ class InvalidDestination(RabbitDelayError, ValueError):
     queue: str
     reason: str
 
-    text: ClassVar = "the queue {self.queue!r} {self.reason}"
-    page: ClassVar = "how-to/undeliverable"
+    text: ClassVar[str] = "the queue {self.queue!r} {self.reason}"
+    page: ClassVar[str] = "how-to/undeliverable"
 
 
 class RowsNotConfirmed(RabbitDelayError, OperationalError):
@@ -606,16 +606,18 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
             there is no such row. Unless the iterable raised, it has already yielded this row.
     """
 
-    page: ClassVar = "how-to/send_many"
+    page: ClassVar[str] = "how-to/send_many"
 
     def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:
         super().__init__(report, errors, rest)
         self.report = report
-        self.errors = dict(sorted(errors.items()))
+        self.errors: dict[int, Exception] = dict(sorted(errors.items()))
         self.rest = rest
 
-        self.uncertain = tuple(row for row, each in self.errors.items() if _may_have_arrived(each))
-        self.may_have_arrived = bool(self.uncertain)
+        self.uncertain: tuple[int, ...] = tuple(
+            row for row, each in self.errors.items() if _may_have_arrived(each)
+        )
+        self.may_have_arrived: bool = bool(self.uncertain)
 
     def __str__(self) -> str:
         # Usually the first three have the same text.
@@ -635,13 +637,15 @@ class TasksNotConfirmed(RabbitDelayError, OperationalError):
             broker does not have the other tasks, so sending the others again makes no copies.
     """
 
-    page: ClassVar = "how-to/send_many"
+    page: ClassVar[str] = "how-to/send_many"
 
     def __init__(self, errors: Mapping[str, Exception]) -> None:
         super().__init__(errors)
-        self.errors = dict(errors)
-        self.uncertain = tuple(each for each, why in errors.items() if _may_have_arrived(why))
-        self.may_have_arrived = bool(self.uncertain)
+        self.errors: dict[str, Exception] = dict(errors)
+        self.uncertain: tuple[str, ...] = tuple(
+            each for each, why in errors.items() if _may_have_arrived(why)
+        )
+        self.may_have_arrived: bool = bool(self.uncertain)
 
     def __str__(self) -> str:
         shown = ", ".join(f"{each}: {why}" for each, why in list(self.errors.items())[:3])
@@ -659,8 +663,8 @@ class InvalidRow(RabbitDelayError, TypeError):
     row: object
     reason: str
 
-    text: ClassVar = "row {self.row!r}: {self.reason}"
-    page: ClassVar = "how-to/send_many"
+    text: ClassVar[str] = "row {self.row!r}: {self.reason}"
+    page: ClassVar[str] = "how-to/send_many"
 
 
 class InvalidOption(RabbitDelayError, ValueError):
@@ -676,7 +680,7 @@ class InvalidOption(RabbitDelayError, ValueError):
     value: str | None
     takes: str
 
-    page: ClassVar = "how-to/spark"
+    page: ClassVar[str] = "how-to/spark"
 
     def __str__(self) -> str:
         value = "" if self.value is None else f" = {self.value!r}"
@@ -696,7 +700,7 @@ class InvalidColumn(RabbitDelayError, TypeError):
     type: str | None
     takes: str
 
-    page: ClassVar = "how-to/spark"
+    page: ClassVar[str] = "how-to/spark"
 
     def __str__(self) -> str:
         shown = "" if self.type is None else f" ({self.type})"
@@ -714,11 +718,11 @@ class ReadTooLong(RabbitDelayError, OperationalError):
     messages: int
     seconds: float
 
-    text: ClassVar = (
+    text: ClassVar[str] = (
         "reading {self.messages} undeliverable messages took {self.seconds:.0f} s, so the broker "
         "may have requeued some (consumer_timeout): set a lower limit"
     )
-    page: ClassVar = "how-to/spark"
+    page: ClassVar[str] = "how-to/spark"
 
 
 class AdditionMissing(RabbitDelayError, AttributeError):
@@ -732,7 +736,7 @@ class AdditionMissing(RabbitDelayError, AttributeError):
     what: str
     addition: str
 
-    text: ClassVar = (
+    text: ClassVar[str] = (
         "cannot import {self.what}: this installation of celery_rabbitdelay has no folder "
         "{self.addition!r}; install the whole package"
     )
@@ -747,10 +751,10 @@ class RegistryRequired(RabbitDelayError, TypeError):
 
     what: str
 
-    text: ClassVar = (
+    text: ClassVar[str] = (
         "{self.what} needs the registry: set rabbitdelay_registry_url to the URL of a Redis server"
     )
-    page: ClassVar = "how-to/registry"
+    page: ClassVar[str] = "how-to/registry"
 
 
 class RegistryUnavailable(RabbitDelayError, OperationalError):
@@ -764,8 +768,8 @@ class RegistryUnavailable(RabbitDelayError, OperationalError):
 
     reason: str
 
-    text: ClassVar = "the registry cannot be used: {self.reason}"
-    page: ClassVar = "how-to/registry"
+    text: ClassVar[str] = "the registry cannot be used: {self.reason}"
+    page: ClassVar[str] = "how-to/registry"
 
 
 class NotRecorded(RabbitDelayError, NotImplementedError):
@@ -777,11 +781,11 @@ class NotRecorded(RabbitDelayError, NotImplementedError):
 
     what: str
 
-    text: ClassVar = (
+    text: ClassVar[str] = (
         "recorded() does not imitate {self.what}: use celery_rabbitdelay.testing.travel, which "
         "runs the test against a real RabbitMQ"
     )
-    page: ClassVar = "how-to/testing"
+    page: ClassVar[str] = "how-to/testing"
 
 
 class NotTracked(RabbitDelayError, ValueError):
@@ -793,11 +797,11 @@ class NotTracked(RabbitDelayError, ValueError):
 
     task_id: str
 
-    text: ClassVar = (
+    text: ClassVar[str] = (
         "task {self.task_id} cannot run earlier: its message waits in the broker and is not "
         "tracked. Send it with track=True, or cancel it and send it under another id"
     )
-    page: ClassVar = "how-to/cancel"
+    page: ClassVar[str] = "how-to/cancel"
 
 
 class JobClosed(RabbitDelayError, ValueError):
@@ -811,7 +815,7 @@ class JobClosed(RabbitDelayError, ValueError):
     job: str
     state: str
 
-    page: ClassVar = "how-to/jobs"
+    page: ClassVar[str] = "how-to/jobs"
 
     def __str__(self) -> str:
         way_out = {
@@ -830,8 +834,8 @@ class InvalidManagementURL(RabbitDelayError, ValueError):
 
     url: str
 
-    text: ClassVar = "invalid management URL {self.url!r}: give one such as http://host:15672"
-    page: ClassVar = "how-to/verify"
+    text: ClassVar[str] = "invalid management URL {self.url!r}: give one such as http://host:15672"
+    page: ClassVar[str] = "how-to/verify"
 
 
 class ManagementUnavailable(RabbitDelayError, OperationalError):
@@ -847,12 +851,12 @@ class ManagementUnavailable(RabbitDelayError, OperationalError):
     reason: str
     status: int | None = None
 
-    text: ClassVar = (
+    text: ClassVar[str] = (
         "the management API {self.url} cannot be used: {self.reason}. Enable it on the broker "
         "(rabbitmq-plugins enable rabbitmq_management), and set --management or "
         "RABBITDELAY_MANAGEMENT_URL to its URL, with a user that has the tag 'monitoring'"
     )
-    page: ClassVar = "how-to/verify"
+    page: ClassVar[str] = "how-to/verify"
 
 
 def _may_have_arrived(error: Exception) -> bool:

@@ -24,6 +24,7 @@ from typing import (
     Literal,
     ParamSpec,
     Protocol,
+    TypeAlias,
     TypeVar,
     Unpack,
     overload,
@@ -90,6 +91,12 @@ TaskT = TypeVar("TaskT", bound="celery.Task[Any, Any]")
 MAX_REQUEUE_WAIT: Final = 10.0
 
 
+if TYPE_CHECKING:
+    _CeleryTask: TypeAlias = celery.Task[Any, Any]
+else:
+    _CeleryTask = celery.Task  # takes no arguments in Celery 5.5
+
+
 class TaskAttributes:
     """Defaults of attributes for tasks that do not set them."""
 
@@ -103,7 +110,7 @@ class TaskAttributes:
     track: bool | None = None
 
 
-class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore[type-arg]
+class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
     """The base class of the application's tasks, mixed into the one that the user chose.
 
     Name it where a type is needed: as the ``base`` of a task, or as the type of ``self``.
@@ -140,7 +147,9 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
         """Create a signature of this task, as in Celery."""
         return DelayingSignature.of(super().signature(*args, **options))
 
-    subtask = signature
+    def subtask(self, *args: Any, **options: Any) -> DelayingSignature[ResultT_co]:
+        """Create a signature of this task, as in Celery."""
+        return self.signature(*args, **options)
 
     def signature_from_request(
         self, request: Any = None, args: Any = None, kwargs: Any = None, *more: Any, **options: Any

@@ -74,7 +74,7 @@ class Delays:
 
     def __init__(self, app: DelayingCelery) -> None:
         self.app = app
-        self.recorder = Recorder()
+        self.recorder: Recorder = Recorder()
         self.fake_broker: FakeBroker | None = None
         self._parts: dict[Callable[[Delays], object], Any] = {}
         self._instead: Mapping[Callable[[Delays], object], Callable[[Delays], object]] = {}

@@ -101,9 +101,9 @@ class ConfirmChannel:
     """
 
     def __init__(self, connection: Connection, on_settled: OnSettled) -> None:
-        self.wire = Wire(connection)
+        self.wire: Wire = Wire(connection)
         self.blocked: str | None = None
-        self.unconfirmed = Unconfirmed(on_settled)
+        self.unconfirmed: Unconfirmed = Unconfirmed(on_settled)
         #: The number of publications sent, which is the last one's delivery tag.
         self._sent = 0
         self._collected: list[bytes] = []

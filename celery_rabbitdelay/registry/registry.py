@@ -126,11 +126,11 @@ class Registry:
 
     def __init__(self, store: Store, prefix: str, keep_ms: int, margin_ms: int) -> None:
         self.store = store
-        self.names = Names(prefix)
-        self.pauses = Pauses(store, self.names)
-        self.index = Index(store, self.names, margin_ms, self.pauses.oldest_ms)
-        self.jobs = Jobs(store, self.names, keep_ms, margin_ms)
-        self.breaker = Breaker()
+        self.names: Names = Names(prefix)
+        self.pauses: Pauses = Pauses(store, self.names)
+        self.index: Index = Index(store, self.names, margin_ms, self.pauses.oldest_ms)
+        self.jobs: Jobs = Jobs(store, self.names, keep_ms, margin_ms)
+        self.breaker: Breaker = Breaker()
         self.keep_ms = keep_ms
         self._questions = Questions()
         self._unreadable = WarningLimit(logger, "Tasks that were sent but not registered")

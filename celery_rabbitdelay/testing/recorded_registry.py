@@ -71,9 +71,9 @@ class RecordedRegistry(Registry):
         self, prefix: str, keep_ms: int, margin_ms: int, postponed: Callable[[str, int], None]
     ) -> None:
         super().__init__(Store(_refuse, False, ()), prefix, keep_ms, margin_ms)
-        self.jobs = _Jobs(self.store, self.names, keep_ms, margin_ms)
-        self.pauses = _Pauses(self.store, self.names)
-        self.index = _Index(self.store, self.names, margin_ms, self.pauses.oldest_ms, self)
+        self.jobs: _Jobs = _Jobs(self.store, self.names, keep_ms, margin_ms)
+        self.pauses: _Pauses = _Pauses(self.store, self.names)
+        self.index: _Index = _Index(self.store, self.names, margin_ms, self.pauses.oldest_ms, self)
         self._postponed = postponed
         self._lock = RLock()
         self._notes: dict[str, _Noted] = {}

@@ -111,14 +111,14 @@ class Recording:
 
     def __init__(self, app: Celery) -> None:
         self.recorded: list[Recorded] = []
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
         self._app = app
-        self.clock = Clock(wall_clock.ns)
+        self.clock: Clock = Clock(wall_clock.ns)
         # Read for its settings, and never opened.
         connection = app.connection_for_write()
         publisher = RecordingPublisher(connection, self._record)
         producer = RecordingProducer(connection, self._record)
-        self.fake_broker = FakeBroker(publisher, producer, self._broadcast)
+        self.fake_broker: FakeBroker = FakeBroker(publisher, producer, self._broadcast)
 
     def open_registry(self, delays: Delays) -> RecordedRegistry:
         """Return the registry of the block, in memory."""

@@ -190,7 +190,7 @@ class Server(Process):
 
     def __init__(self) -> None:
         super().__init__(Path(tempfile.mkdtemp(prefix="rabbitdelay-")))
-        self.port = free_port()
+        self.port: int = free_port()
 
     def __enter__(self) -> Self:
         try:
@@ -313,7 +313,7 @@ class RabbitMQServer(Server):
     def __init__(self, settings: Sequence[str] = (), management: bool = False) -> None:
         super().__init__()
         self.settings = settings
-        self.plugins = ["rabbitmq_management"] if management else []
+        self.plugins: list[str] = ["rabbitmq_management"] if management else []
         self._management_port = free_port()
         self._mapper_port = free_port()
         self._distribution_port = free_port()

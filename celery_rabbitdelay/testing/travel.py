@@ -111,7 +111,7 @@ class Travel:
         timeout: float = TIMEOUT,
         why_ended: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self.clock = SharedClock(folder)
+        self.clock: SharedClock = SharedClock(folder)
         self._app = app
         self._folder = folder
         self._timeout = timeout
