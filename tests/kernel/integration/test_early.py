@@ -210,8 +210,8 @@ def send(plain: Any, prefix: str) -> Callable[..., Any]:
 #: Levels in which a task may wait for a minute.
 MINUTE: dict[str, Any] = {"rabbitdelay_layout": [("seconds", 60, 1), ("ms", 10, 0.1)]}
 
-#: What a worker logs of a task that could not be put into the levels at once.
-TRIES_AGAIN = "could not be put into the levels"
+#: What a worker logs of a task that the levels do not take at once.
+TRIES_AGAIN = "cannot enter the levels yet"
 
 
 def _waiting(connection: Connection, shop: Any) -> int:
