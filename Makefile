@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 # The targets test-ROOM are not listed: make would not look for their pattern then, and do nothing.
 .PHONY: help help-all demo test test-security test-rooms test-trouble test-browser test-spark unit test-brokers test-upgrade test-valkey without mutation chaos soak soak-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel \
-        bench bench-beside journeys lint types docs pictures tox coverage clean
+        bench bench-beside journeys lint types docs pictures tox coverage release-check clean
 
 help:  ## List the targets that people need; `make help-all` lists the others too
 	@grep -hE '^[a-z0-9%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | expand -t 20
@@ -183,5 +183,8 @@ pictures: $(VENV)/test.done  #: The pictures of the levels and of the page; thos
 tox: $(VENV)/check.done  #: Unit and integration tests on Celery 5.5, 5.6 and 5.7; lint, types, docs
 	$(BIN)/tox
 
+release-check: $(VENV)/test.done  #: What a release would publish, built twice and tested on each Python; lowest versions, types, licenses, SBOM (half an hour)
+	$(BIN)/python -m tests.release
+
 clean:  ## Remove what the other targets have made
-	rm -rf $(VENV) .tox docs/_build .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .tox build/release docs/_build .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache

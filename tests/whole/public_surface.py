@@ -64,10 +64,15 @@ def _members(cls: type, directive: str) -> Iterator[str]:
         yield f"    .{name}{_signature(getter).replace('(self) ->', ':') if getter else shown}"
 
 
-def _documented() -> Iterator[str]:
+def documented() -> Iterator[tuple[str, str, Any]]:
+    """Yield the classes and functions: the name, Sphinx's directive, and the object."""
     for where, directive in sorted(_DIRECTIVE.findall(API.read_text())):
         # With a colon: there is a module ``spark.grouped`` too.
-        found = resolve_name(":".join(where.rsplit(".", 1)))
+        yield where, directive, resolve_name(":".join(where.rsplit(".", 1)))
+
+
+def _names() -> Iterator[str]:
+    for where, directive, found in documented():
         yield f"{where}{_constructor(found) if inspect.isclass(found) else _signature(found)}"
         if inspect.isclass(found):
             yield from _members(found, directive)
@@ -76,7 +81,7 @@ def _documented() -> Iterator[str]:
         bases = ", ".join(each.__name__ for each in error.__bases__)
         yield f"{name}{_constructor(error)}: {bases}"
     named = (name for name, each in vars(signals).items() if isinstance(each, Signal))
-    yield from (f"celery_rabbitdelay.signals.{name}" for name in named)
+    yield from (f"celery_rabbitdelay.signals.{name}" for name in sorted(named))
 
 
 def _settings() -> Iterator[str]:
@@ -87,15 +92,13 @@ def _settings() -> Iterator[str]:
 
 def _wire() -> Iterator[str]:
     texts = {each for each in vars(headers).values() if isinstance(each, str)}
-    texts.remove(headers.OWN_PREFIX)
-    for name in sorted(each for each in texts if each.startswith(headers.OWN_PREFIX)):
+    for name in sorted(each for each in texts if re.match(f"{headers.OWN_PREFIX}.", each)):
         yield f"header {name}{' (of the registry)' if name in headers.REGISTRY else ''}"
     yield f"header {headers.X_DELAY}"
-    yield f"content type {headers.ENVELOPE}"
-    yield f"latest version of a message {headers.MESSAGE_VERSION}"
+    yield f"envelope {headers.ENVELOPE}, latest version of a message {headers.MESSAGE_VERSION}"
     topology = Topology()
-    for exchange in topology.all_exchanges:
-        yield f"exchange {exchange.name}: {exchange.type} {exchange.arguments}"
+    for each in topology.all_exchanges:
+        yield f"exchange {each.name}: {each.type} {each.arguments}"
     # Of the queues of a level, the first and the last.
     inner = {each.name for level in topology.level_queues.values() for each in level[1:-1]}
     for queue in (*topology.queues, topology.probe):
@@ -135,9 +138,8 @@ def surface() -> str:
         for name, (attribute, _) in named.items()
     )
     of_worker = (each for entry in additions.BUILT_IN for each in entry.worker_options)
-    of_pytest = (f"--rabbitdelay-{each}" for each in plugin._OPTIONS)
     parts = {
-        "Classes, functions, errors and signals": _documented(),
+        "Classes, functions, errors and signals": _names(),
         "Options of a send": (*options.OWN_OPTIONS, *additions.options),
         "Settings": _settings(),
         "Messages, exchanges and queues": _wire(),
@@ -145,7 +147,7 @@ def surface() -> str:
         "Commands": _commands(rabbitdelay, "rabbitdelay"),
         "Options of workers": of_worker,
         "Options of Spark": spark,
-        "Fixtures and options of pytest": (*fixtures, *of_pytest),
+        "Fixtures of pytest, and options --rabbitdelay-*": (*fixtures, *plugin._OPTIONS),
     }
     return "\n".join(
         line for title, lines in parts.items() for line in (f"## {title}", "", *lines, "")
