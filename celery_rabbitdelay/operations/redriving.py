@@ -7,6 +7,7 @@ only headers with valid values are kept.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, TypeAlias
@@ -244,7 +245,10 @@ class Redriving:
         if self.allowed.forbids(name):
             raise UnprocessableMessage(f"{where} belongs to the levels, to the broker or to Celery")
         if name != self.to and not self.allowed.includes(exchange, routing_key):
-            raise UnprocessableMessage(f"{where} is not a destination that the application allows")
+            raise UnprocessableMessage(
+                f"{where} is not a destination that the application allows; "
+                f"name it with --allow {shlex.quote(name)}"
+            )
         if exchange:
             return
         try:

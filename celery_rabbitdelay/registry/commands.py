@@ -87,7 +87,7 @@ def _table(tasks: Sequence[Pending]) -> Iterator[str]:
     rows = [("due", "in", "task", "id", "key", "job")]
     for each in tasks:
         task = each.task, each.task_id, each.key or "", each.job or ""
-        rows.append((shared.local(each.due), _left(each.due), *task))
+        rows.append((shared.local(each.due), _when(each.due).removeprefix("in "), *task))
     yield from shared.aligned(rows)
 
 

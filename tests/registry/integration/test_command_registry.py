@@ -80,6 +80,7 @@ def test_show_tells_how_late_a_task_is_and_that_it_may_be_undeliverable(
         return ", overdue by 0:0" in invoke(shop, f"show {task_id}").stdout
 
     wait_for(overdue, "the task to be overdue", PATIENCE)
+    assert "  overdue by 0:0" in invoke(shop, "pending").stdout
     assert answer(shop, f"show {task_id}", "show")["task"]["may_be_in"]["undeliverable"] == 1
 
 
