@@ -15,6 +15,8 @@ from celery_rabbitdelay.levels.topology import CONSUMER_TAG, DISTRIBUTE, PROBE, 
 from celery_rabbitdelay.operations.inventory import Inventory, described, effective_policies
 from celery_rabbitdelay.operations.management import Json
 from celery_rabbitdelay.operations.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
+from celery_rabbitdelay.publishing.declaration import module_queues, unserved_modules
+from celery_rabbitdelay.publishing.kombu_internals import Counts
 
 #: One fault of one subject: its code in ``findings.toml``, the subject, as
 #: ``queue rabbitdelay.hours.7``, and the values of the placeholders in its texts.
@@ -170,6 +172,20 @@ def check_probes(settings: Settings, workers: Mapping[str, Json]) -> Iterator[Fo
                 yield "probe-failed", f"level {level}", {"late": late}
 
 
+def check_modules(topology: Topology, counts: Mapping[str, Counts | None]) -> Iterator[FoundRow]:
+    """Find modules that no worker serves although messages wait for them.
+
+    Args:
+        topology: The topology.
+        counts: The counts of the module queues, by the queues' names.
+    """
+    queues = {module: queue.name for module, queue in module_queues(topology).items()}
+    others = {module: counts.get(name) for module, name in queues.items()}
+    for module, messages in unserved_modules(others).items():
+        values = {"module": module, "messages": messages}
+        yield "module-unserved", f"queue {queues[module]}", values
+
+
 def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[FoundRow]:
     """Find queues with lost or too few replicas, and classic queues whose node is down."""
     for name in names:
@@ -217,18 +233,19 @@ def orphans_of(topology: Topology, inventory: Inventory) -> Iterator[str]:
 
 
 def check_orphans(
-    topology: Topology, inventory: Inventory, waiting: Mapping[str, object]
+    topology: Topology, inventory: Inventory, counts: Mapping[str, Counts | None]
 ) -> Iterator[FoundRow]:
     """Find queues and exchanges of other layouts under the prefix.
 
     Args:
         topology: The topology.
         inventory: The inventory of the broker.
-        waiting: The number of messages in every queue of :func:`orphans_of`, or a text if unknown.
+        counts: The counts of the queues of :func:`orphans_of`, where known.
     """
     exchanges = {each.name for each in topology.all_exchanges}
     for name in orphans_of(topology, inventory):
-        messages = waiting[name]
+        found = counts.get(name)
+        messages = "an unknown number of" if found is None else found.messages
         yield "orphan" if messages else "orphan-empty", f"queue {name}", {"messages": messages}
     for name in inventory.exchanges:
         if _is_level(topology, name) and name not in exchanges:

@@ -22,7 +22,7 @@ from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import PROBE, Topology
 from celery_rabbitdelay.operations.management import Json
 from celery_rabbitdelay.operations.verify import blocked, lines_of
-from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
+from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of, unserved_modules
 
 
 class Status(NamedTuple):
@@ -155,7 +155,8 @@ def status(timeout: float, with_digits: bool) -> None:
     with shared.broker() as connection:
         found = status_of(delays, connection, timeout)
     shared.answer(_as_json(found), status_lines(delays.topology, found, with_digits))
-    if found.backlog.missing or found.is_blocked:
+    is_served = not unserved_modules(found.backlog.others)
+    if found.backlog.missing or found.is_blocked or not is_served:
         raise SystemExit(shared.FAILED)
 
 
@@ -188,7 +189,8 @@ def status_lines(topology: Topology, status: Status, with_digits: bool = False) 
             if with_digits and messages:
                 yield f"    {level.queue_name(digit):14} {messages:10,}"
     for name, counts in backlog.others.items():
-        consumers = f", {counts.consumers} consumers" if counts.consumers else ""
+        shows = counts.consumers or name in unserved_modules(backlog.others)
+        consumers = f", {counts.consumers or 'no'} consumers" if shows else ""
         yield f"  {name:16} {counts.messages:10,} waiting{consumers}"
     if backlog.missing:
         yield f"  {len(backlog.missing)} queues are missing: {shared.first_of(backlog.missing)}"

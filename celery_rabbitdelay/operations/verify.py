@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.resources import files
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
@@ -33,9 +33,9 @@ from celery_rabbitdelay.operations.management import (
     management_api,
     management_option,
 )
-from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.publishing.declaration import module_queues, queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
-from celery_rabbitdelay.publishing.kombu_internals import connect
+from celery_rabbitdelay.publishing.kombu_internals import Counts, connect
 from celery_rabbitdelay.publishing.wire import Wire
 
 _TABLES: Final = tomllib.loads(
@@ -166,12 +166,16 @@ def verify_broker(
     lasting = [queue for queue in queues if not (queue.exclusive or queue.auto_delete)]
     names = checks.destinations_of(topology, lasting, inventory)
     known = {queue.name: queue for queue in lasting}
-    orphans = [*checks.orphans_of(topology, inventory)]
+    modules = (queue.name for queue in module_queues(topology).values())
+    counted = [*modules, *checks.orphans_of(topology, inventory)]
 
     def refuses(name: str) -> bool:
         return may_refuse(known.get(name, Queue(name)), settings.may_refuse, connection)
 
     with Wire(connection).answers_within(ANSWER_TIMEOUT):
+        counts: Mapping[str, Counts | None] = {}
+        with suppress(ChannelError):  # the user may not be allowed to count
+            counts = queue_counts(connection, map(Queue, counted))
         rows = [
             *checks.check_broker(settings, inventory, is_blocked),
             *checks.check_entities(settings, inventory),
@@ -179,23 +183,14 @@ def verify_broker(
             *checks.check_policies(topology, inventory, names, refuses),
             *checks.check_destinations(settings, lasting, inventory),
             *checks.check_replicas(inventory, [*(each.name for each in topology.queues), *names]),
-            *checks.check_orphans(topology, inventory, _waiting(connection, orphans)),
+            *checks.check_modules(topology, counts),
+            *checks.check_orphans(topology, inventory, counts),
             *others,
         ]
     user = connection.userid or "guest"
     common = {"prefix": settings.prefix, "vhost": virtual_host, "user": user}
     quoted = {name: shlex.quote(value) for name, value in common.items()}
     return Verification(inventory.version, findings_of(rows, **quoted))
-
-
-def _waiting(connection: Connection, names: Sequence[str]) -> dict[str, object]:
-    """Return the number of messages in queues; a text if it is unknown."""
-    unknown = "an unknown number of"
-    try:
-        found = queue_counts(connection, map(Queue, names))
-    except ChannelError:
-        return dict.fromkeys(names, unknown)
-    return {name: unknown if each is None else each.messages for name, each in found.items()}
 
 
 @shared.command()

@@ -317,6 +317,20 @@ def module_queues(topology: Topology) -> dict[str, Queue]:
     }
 
 
+def unserved_modules(others: Mapping[str, Counts | None]) -> dict[str, int]:
+    """Return the modules that no worker serves although messages wait for them, and how many.
+
+    Args:
+        others: The counts of the module queues, as in :attr:`Backlog.others`.
+    """
+    counts = {name: others.get(name) for name in (CHECK_IN, DISTRIBUTE)}
+    return {
+        name: each.messages
+        for name, each in counts.items()
+        if each and each.messages and not each.consumers
+    }
+
+
 def _by_digit(topology: Topology, messages: list[int]) -> dict[int, int]:
     """Add up the shards' messages for each digit; the queues are in the order of shards."""
     first = 0 if topology.layout.zeros == "queue" else 1

@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked
+from celery_rabbitdelay.publishing.declaration import unserved_modules
 from celery_rabbitdelay.registry.index import Kind
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.query import Term
@@ -20,7 +21,7 @@ from celery_rabbitdelay.web.states import Due
 LATE: Final = 10.0
 
 #: The codes of findings that other sources report earlier, and without the management API.
-KNOWN_AT_ONCE: Final = ("publishers-blocked", "missing", "registry-unavailable")
+KNOWN_AT_ONCE: Final = ("publishers-blocked", "missing", "registry-unavailable", "module-unserved")
 
 
 class Problem(NamedTuple):
@@ -111,13 +112,13 @@ def _of_workers(
     if workers.value is None or queues.error is not None:
         return
     answers = workers.value
-    backlog = None if queues.value is None else queues.value.status.backlog
-    distribution = None if backlog is None else backlog.others.get("distribution")
+    others = {} if queues.value is None else queues.value.status.backlog.others
     if not answers:
         yield Problem("danger", "No worker answers", page="workers")
-    elif distribution is not None and not distribution.consumers:
-        words = "No worker serves distribution: due tasks do not reach their queues"
-        yield Problem("danger", words, page="workers")
+    elif modules := unserved_modules(others):
+        for module, count in modules.items():
+            waits = things(count, "message waits", "messages wait")
+            yield Problem("danger", f"No worker serves {module}: {waits} for it", page="workers")
     elif unserved:
         about = _named(Counter(unserved), "queue")
         yield Problem("danger", "No worker consumes queue", about, page="workers")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import amqp
@@ -179,10 +180,18 @@ def older_layout(place: Place) -> None:
     for queue in older.digit_queues[:3]:
         queue(channel(place)).queue_declare()
     channel(place).basic_publish(amqp.Message("late"), "", "shop.hours.1")
-    wait_for(
-        lambda: channel(place).queue_declare("shop.hours.1", passive=True).message_count,
-        "the message",
-    )
+    wait_for(partial(has_messages, place, "shop.hours.1"), "the message")
+
+
+def unserved_modules(place: Place) -> None:
+    modules = place.topology.module_queues
+    for queue in (modules.checkin, modules.distribution):
+        channel(place).basic_publish(amqp.Message("late"), "", queue.name)
+        wait_for(partial(has_messages, place, queue.name), "the message")
+
+
+def has_messages(place: Place, name: str) -> bool:
+    return bool(channel(place).queue_declare(name, passive=True).message_count)
 
 
 def neglected_schedules(place: Place) -> None:
@@ -219,12 +228,14 @@ FAULTS: Final[dict[Plant, set[str]]] = {
     older_layout: {"orphan", "orphan-empty"},
     classic_levels: {"classic-levels"},
     neglected_schedules: {"schedule-overdue", "schedule-lost"},
+    unserved_modules: {"module-unserved"},
     without_redis: {"registry-unavailable"},
 }
 
 #: What the findings name besides.
 NAMED: Final[dict[Plant, tuple[str, ...]]] = {
     older_layout: ("1 messages wait", "queue shop.hours.1", "exchange shop."),
+    unserved_modules: ("queue shop.checkin", "1 messages wait for distribution"),
     damaged: ("queue shop.", "binding shop.", "exchange shop.layout"),
     bad_policies: (
         *("expires", "message-ttl", "max-length", "overflow", "dead-letter-routing-key"),

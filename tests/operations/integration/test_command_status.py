@@ -7,10 +7,10 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from kombu import Connection
+from kombu import Connection, Producer
 
 from celery_rabbitdelay.testing import wait_for
-from tests.json_schemas import checked
+from tests.json_schemas import checked, invoke
 from tests.kernel.integration.modules import MODULES
 from tests.kernel.integration.shop import PATIENCE
 from tests.kernel.integration.waited import put_into
@@ -79,6 +79,17 @@ def test_the_status_of_levels_that_do_not_stand_names_their_queues(
     found = answer({**configuration, **urls}, STATUS, "status", 1)
     assert f"{configuration['prefix']}.seconds.1" in found["missing"]
     assert found["next_due"]["within_ms"] is None
+
+
+def test_the_status_exits_with_1_if_no_worker_serves_a_module_that_has_messages(
+    connection: Connection, shop: Any
+) -> None:
+    shop.tasks["look"].apply_async(delay=3600)  # declares the levels
+    assert invoke(shop, STATUS.split()).exit_code == 0
+    queue = shop.rabbitdelay.topology.module_queues.distribution.name
+    Producer(connection).publish("", routing_key=queue)
+    # RabbitMQ counts nothing in a queue whose leader is slow to answer.
+    wait_for(lambda: invoke(shop, STATUS.split()).exit_code == 1, "the message", PATIENCE)
 
 
 def test_the_status_says_when_the_next_tracked_task_is_due(

@@ -97,7 +97,7 @@ PLANTED_ELSEWHERE = {
 MENDED_BY_SETTINGS = {
     *("binding-additional", "registry-unavailable", "schedule-overdue"),
     *("destination-classic", "destination-differs", "destination-drops"),
-    *("destination-refuses", "destination-policy"),
+    *("destination-refuses", "destination-policy", "module-unserved"),
 }
 
 #: What is still there once the commands were run as they are printed.

@@ -53,6 +53,14 @@ def test_rates_are_what_changed_between_two_looks_in_a_second() -> None:
     assert not any(line.strip().startswith("hours.2 ") for line in lines)
 
 
+def test_a_module_that_no_worker_serves_is_named_only_if_messages_wait_for_it() -> None:
+    found = backlog({}, distribution=3, undeliverable=2, **{"check-in": 0})
+    lines = [*status.status_lines(TOPOLOGY, status.Status(0.0, found, {}))]
+    assert f"  {'distribution':16} {3:10,} waiting, no consumers" in lines
+    assert f"  {'check-in':16} {0:10,} waiting" in lines
+    assert f"  {'undeliverable':16} {2:10,} waiting" in lines
+
+
 def test_a_worker_without_the_package_is_named_in_words() -> None:
     class App:
         """Its workers answer as Celery's ``Mailbox.dispatch`` does, which reports errors so."""

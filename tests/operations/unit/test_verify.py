@@ -14,6 +14,7 @@ from celery_rabbitdelay.operations import checks
 from celery_rabbitdelay.operations.inventory import Inventory, effective_policies
 from celery_rabbitdelay.operations.management import ManagementAPI, management_api
 from celery_rabbitdelay.operations.verify import FAULTS, Severity, findings_of
+from celery_rabbitdelay.publishing.kombu_internals import Counts
 
 REFERENCE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "command_line.md"
 
@@ -194,11 +195,13 @@ def test_orphans_are_told_from_other_queues_by_name_and_dead_lettering() -> None
     queues = {name: queue_of(name, arguments=own) for name, own in {**ours, **others}.items()}
     inventory = EMPTY._replace(queues=queues)
     assert [*checks.orphans_of(Topology(), inventory)] == [*ours]
-    waiting = {"rabbitdelay.weeks.1": 3, "rabbitdelay.weeks.2": 0}
+    waiting = {"rabbitdelay.weeks.1": Counts(3, 0), "rabbitdelay.weeks.2": Counts(0, 0)}
     assert [*checks.check_orphans(Topology(), inventory, waiting)] == [
         ("orphan", "queue rabbitdelay.weeks.1", {"messages": 3}),
         ("orphan-empty", "queue rabbitdelay.weeks.2", {"messages": 0}),
     ]
+    unknown, _ = checks.check_orphans(Topology(), inventory, {})
+    assert unknown[2] == {"messages": "an unknown number of"}
 
 
 def test_by_default_the_api_is_at_the_broker_s_host() -> None:

@@ -181,7 +181,7 @@ def test_what_servers_and_workers_say_is_known_without_the_management_api() -> N
     assert unreachable == ("danger", "The broker cannot be reached", "refused")
     assert words(look(backlog=lost)) == [
         ("danger", "2 queues are missing", "q.1"),
-        ("danger", "No worker serves distribution: due tasks do not reach their queues", ""),
+        ("danger", "No worker serves distribution: 4 messages wait for it", ""),
         ("warning", "1 message is undeliverable", ""),
     ]
     (_, _, undeliverable) = words(look(backlog=lost), reasons=("full", "lost", "lost"))
@@ -244,6 +244,10 @@ def test_findings_are_told_unless_they_are_notes_or_known_at_once() -> None:
         return Finding(severity, code, ("a", "b"), "it is wrong", "so", "mend it")  # type: ignore[arg-type]
 
     found = Verification(
-        "4.0", (finding("danger", "missing"), finding("warning", "policy"), finding("note", "x"))
+        "4.0",
+        (
+            *(finding("danger", code) for code in ("missing", "module-unserved")),
+            *(finding("warning", "policy"), finding("note", "x")),
+        ),
     )
     assert words(found=found) == [("warning", "It is wrong", "a, b")]
