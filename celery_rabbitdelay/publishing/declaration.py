@@ -95,11 +95,12 @@ def check_complete(
         topology: The topology.
         destination: The message's queue, which has to exist too.
         by_marker: Whether the check ends at the marker, if the marker exists or the user may not
-            check it. This is enough for a producer. If a queue of the levels is missing, the
-            alternate exchange puts the message into ``undeliverable``. If the exchange of the
-            message's first digit is missing, publishing fails. If the exchange of a later digit is
-            missing, the message is confirmed; a quorum queue keeps it until the exchange exists
-            again, but a classic queue drops it: with classic queues, all exchanges are checked.
+            check it, and the highest level's exchange exists. This is enough for a producer. If a
+            queue of the levels is missing, the alternate exchange puts the message into
+            ``undeliverable``. If the exchange of the message's first digit is missing, publishing
+            fails. If the exchange of a later digit is missing, the message is confirmed; a quorum
+            queue keeps it until the exchange exists again, but a classic queue drops it: with
+            classic queues, all exchanges are checked.
 
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.
@@ -120,11 +121,13 @@ def _absent(connection: Connection, topology: Topology, by_marker: bool) -> tupl
     ours = (topology.identity.guard.name, topology.identity.marker.name)
     with opened_channel(connection) as channel:
         if by_marker and exists_or_hidden(channel, topology.identity.marker.name):
+            # RabbitMQ 4.3 hides the marker from a producer that may only write to the levels.
+            is_classic = topology.queue_type == "classic"
+            checked = topology.exchanges if is_classic else topology.level_exchanges[:1]
             return tuple(
                 exchange.name
-                for exchange in topology.exchanges
-                if topology.queue_type == "classic"
-                and not topology.is_optional(exchange.name)
+                for exchange in checked
+                if not topology.is_optional(exchange.name)
                 and not exists_or_hidden(channel, exchange.name)
             )
         try:

@@ -99,7 +99,7 @@ def test_every_queue_gets_it_once_that_would_get_it_without_a_delay(
         ("test-q", {"x-delay": "soon"}, "'soon', not a number"),
         ("celery", {"x-delay": 5}, "may not reach the queue 'celery'"),
         ("a", {"x-delay": 5, headers.EXCHANGE: "amq.topic"}, "may not reach the exchange"),
-        ("test-nobody", {"x-delay": 5}, "no queue for the key"),
+        ("test-nobody", {"x-delay": 5}, "there is no queue 'test-nobody'"),
         ("a", {"x-delay": 5, headers.EXCHANGE: "test-none"}, "there is no exchange"),
     ],
 )
