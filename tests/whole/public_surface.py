@@ -76,10 +76,9 @@ def _names() -> Iterator[str]:
         yield f"{where}{_constructor(found) if inspect.isclass(found) else _signature(found)}"
         if inspect.isclass(found):
             yield from _members(found, directive)
-    for name in exceptions.__all__:
-        error = getattr(exceptions, name)
+    for error in (vars(exceptions)[name] for name in exceptions.__all__):
         bases = ", ".join(each.__name__ for each in error.__bases__)
-        yield f"{name}{_constructor(error)}: {bases}"
+        yield f"{error.__name__}{_constructor(error)}: {bases}"
     named = (name for name, each in vars(signals).items() if isinstance(each, Signal))
     yield from (f"celery_rabbitdelay.signals.{name}" for name in sorted(named))
 
@@ -87,7 +86,8 @@ def _names() -> Iterator[str]:
 def _settings() -> Iterator[str]:
     for group in (Settings, *map(additions.load, dict.fromkeys(additions.settings.values()))):
         for name, kind in typing.get_type_hints(group).items():
-            yield f"{PREFIX}{name}: {inspect.formatannotation(kind)} = {getattr(group, name)!r}"
+            shown = re.sub(r"[a-z.]+\.(?=[A-Z])", "", inspect.formatannotation(kind))
+            yield f"{PREFIX}{name}: {shown} = {getattr(group, name)!r}"
 
 
 def _wire() -> Iterator[str]:

@@ -130,7 +130,7 @@ def test_what_is_wrong_or_never_due_is_said_early(when: Any, reason: str) -> Non
         (HOUR, "takes dates"),
         *[(each, "isoformat") for each in ("christmas", "* 12 * * *")],
         ("20261225", "is not a date such as"),
-        ("2026-02-30", "out of range"),
+        ("2026-02-30", "range"),
         (["2026-12-25"] * 101, "at most 100"),
     ],
 )
