@@ -30,7 +30,7 @@ from celery_rabbitdelay.app.options import Options
 from celery_rabbitdelay.exceptions import InvalidDelay
 from celery_rabbitdelay.levels.delay import plain
 
-SignatureT = TypeVar("SignatureT", bound=Signature[Any])
+SignatureT = TypeVar("SignatureT", bound="Signature[Any]")
 
 
 # The application.

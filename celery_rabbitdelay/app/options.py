@@ -29,7 +29,7 @@ Options: TypeAlias = Mapping[str, Any]
 OwnOptions: TypeAlias = dict[str, Any]
 
 #: The result of a task.
-Result: TypeAlias = AsyncResult[Any]
+Result: TypeAlias = "AsyncResult[Any]"
 
 #: The options of the kernel; see :func:`own_options`.
 OWN_OPTIONS: Final = ("delay", "tolerance", "confirm_timeout")

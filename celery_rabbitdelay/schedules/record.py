@@ -59,7 +59,7 @@ _OF_PROPERTIES: Final = ("priority", "delivery_mode", "content_type", "content_e
 ItemT = TypeVar("ItemT")
 
 #: A task, or its name.
-AnyTask: TypeAlias = celery.Task[Any, Any] | str
+AnyTask: TypeAlias = "celery.Task[Any, Any] | str"
 
 
 def message_of(occurrence: Occurrence, message: str) -> Delayed:
