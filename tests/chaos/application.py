@@ -38,6 +38,9 @@ BEHIND: Final = 5.0
 #: The environment variable that names the last of a worker's queues.
 OWN_QUEUE: Final = "CHAOS_QUEUE"
 
+#: The environment variable of workers of the version before.
+IS_FORMER: Final = "CHAOS_FORMER"
+
 #: How tasks are sent: by ``apply_async``; by ``send_many``, one in a message, or many.
 Way = Literal["task", "rows", "envelopes"]
 
@@ -127,8 +130,9 @@ def make_app(part: Part) -> Celery:
         headers, again = self.request.headers or {}, self.request.delivery_info.get("redelivered")
         # A worker has put back a message that was redelivered.
         again = bool(again or headers.get("rabbitdelay-redelivered"))
-        mark = headers.get("rabbitdelay-once")
-        notes.write("start", Start(identity + which, now_ms(), again, os.getppid(), mark))
+        ahead_ms = float(os.environ.get("WRONG_CLOCK", "0")) * 1000
+        where = ahead_ms, IS_FORMER in os.environ, os.getppid(), headers.get("rabbitdelay-once")
+        notes.write("start", Start(identity + which, now_ms(), again, *where))
         if number >= retries:
             return
         at_ms, countdown = now_ms(), 2.0**number

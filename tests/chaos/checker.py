@@ -36,6 +36,7 @@ LATE_MS: Final = 5000.0
 REDELIVERED: Final = "its worker or connection ended before the ack"
 SENT_AGAIN: Final = "its sender ran again"
 FORGOTTEN: Final = "the registry has forgotten the first"
+FORMER: Final = "one of its workers was of the version before"
 AROUND: Final = "sent, returned or dead-lettered again around: "
 NO_CAUSE: Final = "no cause"
 
@@ -68,7 +69,7 @@ class Verdict:
         errors: How many calls raised, by the error's name, and how many of these tasks started.
         lost: The ids of tasks that have to start, have not, and are in no queue.
         early: The ids of tasks that started before they were due, and by how many seconds.
-        tolerated: How many were early by no more than a trouble explains.
+        tolerated: How many were early by no more than a policy, or their worker's clock, explains.
         copies: How many starts there were beyond the first, by cause; and messages that are in a
             queue although their task has started.
         no_cause: The ids of the copies without a cause.
@@ -267,9 +268,9 @@ def _is_forgotten(ledger: Ledger, made: Decision) -> bool:
 
 
 def _tolerated_ms(ledger: Ledger, sent: Sent, start: Start) -> float:
-    """Return by how much a start may be early because of a trouble."""
+    """Return by how much a start may be early because of a trouble, or of its worker's clock."""
     around = (each for each in ledger.troubles if each.early_ms and _is_around(each, sent, start))
-    return max((each.early_ms for each in around), default=0.0)
+    return max((each.early_ms for each in around), default=0.0) + max(start.ahead_ms, 0.0)
 
 
 def _is_around(trouble: Trouble, sent: Sent, start: Start) -> bool:
@@ -285,7 +286,7 @@ def _cause(ledger: Ledger, sent: Sent, first: Start, copy: Start) -> str:
     if is_registered and _forgot(ledger, first.at_ms, copy.at_ms):
         return FORGOTTEN
     if sent.once:
-        return NO_CAUSE
+        return FORMER if first.former or copy.former else NO_CAUSE
     if sent.times > 1:
         return SENT_AGAIN
     for trouble in reversed(ledger.troubles):

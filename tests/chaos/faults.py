@@ -104,6 +104,11 @@ def worker(soak: Any, drawn: random.Random) -> Any:
     return drawn.choice(soak.workers)
 
 
+def without_schedules(soak: Any) -> list[Any]:
+    """Return the workers that do not serve the queue of schedules."""
+    return [each for each in soak.workers if SCHEDULED not in each.queues]
+
+
 @contextmanager
 def away(soak: Any, workers: Sequence[Any], end: str = "end") -> Iterator[None]:
     """Workers are ended, and stay away until the block ends."""
@@ -313,10 +318,10 @@ FAULTS: Final = {
         "others", (0, 0), lambda s, _: changed(s, [*s.workers], {})
     ),
     "workers of the version before": Fault(
-        "others", (20, 60), lambda s, _: changed(s, s.workers[::2], s.former)
+        "others", (20, 60), lambda s, _: changed(s, without_schedules(s), s.former)
     ),
     "worker's clock behind": Fault("others", (10, 20), clock(-20)),
-    "worker's clock ahead": Fault("others", (10, 20), clock(3600)),
+    "worker's clock ahead": Fault("others", (10, 20), clock(20)),
     "producer killed": Fault("others", (0, 5), producer("kill", "begin"), copies=True),
     "producer frozen": Fault("others", (5, 20), producer("suspend", "resume")),
     "Redis killed": Fault("redis", (2, 15), redis_killed, registry=True),

@@ -64,14 +64,23 @@ class Sent:
 
 @dataclass(frozen=True)
 class Start:
-    """One start: its id, when, whether its message had been delivered before, and where.
+    """One start of a task.
 
-    ``mark`` is the header ``rabbitdelay-once``, by which two messages are told apart.
+    Attributes:
+        id: As it was sent.
+        at_ms: When.
+        redelivered: Whether its message had been delivered before.
+        ahead_ms: How far the clock of its worker was ahead.
+        former: Whether its worker is of the version before.
+        process: Its worker.
+        mark: The header ``rabbitdelay-once``, by which two messages are told apart.
     """
 
     id: str
     at_ms: float
     redelivered: bool = False
+    ahead_ms: float = 0.0
+    former: bool = False
     process: int = 0
     mark: str | None = None
 

@@ -1,5 +1,6 @@
 """The programs that run as processes: producers, and workers of Celery."""
 
+import os
 import pickle
 import re
 import signal
@@ -42,7 +43,7 @@ class ChaosProcess(CeleryProcess):
 
     def end(self) -> None:
         """End the process in order; its folder stays."""
-        self._end(signal.SIGTERM)
+        self._end(signal.SIGTERM, os.kill)  # as systemd does; Celery ends its pool
 
     def _environment(self) -> dict[str, str]:
         return {**super()._environment(), **self.further}
@@ -68,7 +69,7 @@ class Worker(ChaosProcess):
     ) -> None:
         own = {OWN_QUEUE: queue.rpartition(",")[2]}
         super().__init__(part, None, {**own, **(environment or {})})
-        self._queue, self._options = queue, options
+        self.queues, self._options = queue, options
 
     def last_words(self) -> str:
         """Return the last error in its log, without numbers."""
@@ -80,4 +81,4 @@ class Worker(ChaosProcess):
 
     def _command(self) -> list[str]:
         name = f"chaos-{self.port}@localhost"
-        return [*self.celery(f"worker -c 1 -l INFO -n {name} -Q {self._queue}"), *self._options]
+        return [*self.celery(f"worker -c 1 -l INFO -n {name} -Q {self.queues}"), *self._options]

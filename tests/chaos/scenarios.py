@@ -39,7 +39,7 @@ class Play:
     seed: int = 1
     nodes: int = 3
     workers: int = 4
-    producers: int = 2
+    producers: int = 3
     schedules: int = 30
     spark: int = 0
     keep: Path | None = None

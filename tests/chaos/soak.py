@@ -23,7 +23,7 @@ from kombu.exceptions import OperationalError
 from celery_rabbitdelay import RabbitDelayError
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.testing import RedisServer, wait_for
-from tests.chaos.application import SOUND, make_app
+from tests.chaos.application import IS_FORMER, SOUND, make_app
 from tests.chaos.cluster import Cluster
 from tests.chaos.faults import FAULTS, READY, Planned, plan
 from tests.chaos.kinds import FANNED, QUEUES, SCHEDULED, Mixed
@@ -101,7 +101,8 @@ class Soak(Stage):
         }
         folder = Path(stack.enter_context(TemporaryDirectory()))
         extract(folder, "celery_rabbitdelay")
-        self.former = {"PYTHONPATH": os.pathsep.join([str(folder), str(REPOSITORY)])}
+        path = os.pathsep.join([str(folder), str(REPOSITORY)])
+        self.former = {"PYTHONPATH": path, IS_FORMER: "1"}
 
     def start_workers(self, number: int) -> None:
         """Start workers, together, and wait until they take tasks."""

@@ -16,6 +16,7 @@ from tests.chaos.checker import (
     ALONE,
     AROUND,
     FORGOTTEN,
+    FORMER,
     NO_CAUSE,
     REDELIVERED,
     RESOLUTION_MS,
@@ -104,6 +105,8 @@ def test_a_start_before_the_due_time_is_early_and_may_be_tolerated(early_ms: flo
     policy = [Trouble("policy", 0.0, 3000.0, early_ms=early_ms)]
     tolerated = judge(ledger([A], [start(late_ms=-early_ms + 1)], policy))
     assert (tolerated.complaints, tolerated.tolerated) == ([], int(early_ms > 2))
+    by_clock = judge(ledger([A], [start(late_ms=-early_ms, ahead_ms=early_ms + 1)]))
+    assert (by_clock.complaints, by_clock.tolerated) == ([], 1)
 
 
 KILLED = Trouble("node killed", 2000.0, 3000.0)
@@ -121,6 +124,7 @@ RESTORED = Trouble("Redis restored", 5000.0, 6500.0, copies=False, forgets_ms=50
         (replace(A, times=2), {}, [], SENT_AGAIN),
         (replace(A, times=2, once=True), {}, [KILLED], NO_CAUSE),
         (replace(A, once=True), {"redelivered": True}, [], REDELIVERED),
+        (replace(A, once=True), {"former": True}, [KILLED], FORMER),
         (replace(A, once=True), {}, [RESTORED], FORGOTTEN),
         (A, {}, [RESTORED], NO_CAUSE),
     ],
