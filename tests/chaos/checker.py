@@ -216,18 +216,23 @@ def _decided(ledger: Ledger, before: Expected, made: Decision) -> Expected:
 
 
 def _in_job(ledger: Ledger, before: Expected, calls: list[Decision]) -> Expected:
-    """Return what is expected of a task that waits for a job."""
+    """Return what is expected of a task that waits for a job.
+
+    If the registry has forgotten an abort, the job expires; a commit, it is committed again later.
+    If it has forgotten the job, its tasks run.
+    """
     ended = [each for each in calls if each.what != "open"]
-    known_ms = max((each.ended_ms or inf for each in ended), default=before.latest_ms)
-    latest_ms = max(before.latest_ms, known_ms if known_ms < inf else 0.0)
-    if any(_is_forgotten(ledger, each) for each in calls):
-        return before._replace(ends="may", latest_ms=latest_ms)
-    if not ended:
-        return before._replace(ends="not", why="its job was never committed")
-    earliest_ms = max(before.earliest_ms, ended[0].began_ms)
-    now = before._replace(earliest_ms=earliest_ms, latest_ms=latest_ms)
+    known_ms = max((each.ended_ms or 0.0 for each in ended), default=0.0)
+    now = before._replace(latest_ms=max(before.latest_ms, known_ms))
+    is_unknown = any(_is_forgotten(ledger, each) for each in calls if each.what == "open")
+    if not is_unknown and ended:
+        now = now._replace(earliest_ms=max(before.earliest_ms, ended[0].began_ms))
     if any(each.what == "commit" and each.outcome == "DONE" for each in ended):
         return now
+    if is_unknown:
+        return now._replace(ends="may")
+    if not ended:
+        return now._replace(ends="not", why="its job was never committed")
     if any(each.what == "abort" and each.outcome == "DONE" for each in ended):
         return now._replace(ends="not", why="abort: DONE")
     return now._replace(ends="may")

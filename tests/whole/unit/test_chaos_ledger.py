@@ -136,7 +136,7 @@ def test_a_second_start_needs_a_cause(sent: Sent, again: Any, trouble: Any, caus
 
 
 JOB = replace(A, job="j")
-OPEN = decision("open", of="j")
+OPEN, ABORT = replace(decision("open", of="j"), began_ms=1990.0), decision("abort", of="j")
 NEWER = Sent("b", "sound", 9000.0, 3000.0, 3010.0, "confirmed", key="k")
 OLDER = replace(A, key="k")
 
@@ -155,6 +155,7 @@ OLDER = replace(A, key="k")
         ([JOB], [OPEN, decision("commit", "RegistryUnavailable", "j")], [], "may"),
         ([JOB], [OPEN, decision("abort", of="j")], [], "not"),
         ([JOB], [OPEN, decision("abort", of="j")], [replace(RESTORED, forgets_ms=0.0)], "may"),
+        ([JOB], [OPEN, replace(ABORT, began_ms=5500.0, ended_ms=5510.0)], [RESTORED], "not"),
         ([OLDER, NEWER], [], [], "not"),
         ([OLDER, replace(NEWER, ended_ms=7000.0)], [], [], "may"),
         ([OLDER, replace(NEWER, outcome="unknown")], [], [], "may"),
