@@ -78,9 +78,11 @@ class Soak(Stage):
         redis_setup: The registry: a master, a replica, and sentinels.
         redis_options: What every Redis of it is started with.
         former: The variables of the environment of workers of the version before.
+        asked: What was asked for, in words.
     """
 
     redis_options = OF_REDIS
+    asked = ""
 
     def _set_up(self, stack: ExitStack) -> None:
         self._is_over, self._lanes = Event(), 0
@@ -103,6 +105,10 @@ class Soak(Stage):
         extract(folder, "celery_rabbitdelay")
         path = os.pathsep.join([str(folder), str(REPOSITORY)])
         self.former = {"PYTHONPATH": path, IS_FORMER: "1"}
+
+    def text(self) -> str:
+        """Return the verdict in lines, and how many tasks were to be sent in the time."""
+        return f"{self.asked}\n    {super().text()}"
 
     def start_workers(self, number: int) -> None:
         """Start workers, together, and wait until they take tasks."""
@@ -217,6 +223,9 @@ def play_soak(play: Any) -> None:
     print(f"seed {play.seed}:", *planned, sep="\n")  # noqa: T201
     cluster = (NetworkedCluster if networked else Cluster)(play.version, play.nodes)
     play.stage = stage = Soak(cluster, *QUEUES, patience=900.0)
+    stage.asked = (
+        f"seed {play.seed}, {play.tasks} tasks or as many as the producers can send in time"
+    )
     stage.keep, stage.to_end = play.keep, 1200.0 + 2 * play.seconds
     longest = min(play.seconds * LONGEST, MOST)
     with stage:
