@@ -103,7 +103,7 @@ fi
 
 [ -x "$folder/bin/pip" ] || "$python" -m venv "$folder"
 case $purpose in
-    demo) wanted="-e . redis>=4.5 pyspark[sql]>=4.0 matplotlib>=3.8" ;;
+    demo) wanted="-e . redis>=4.6 pyspark[sql]>=4.0 matplotlib>=3.8" ;;
     test) wanted="-e .[test]" ;;
     check) wanted="-e .[test,lint,types,docs] tox>=4.20" ;;
 esac

@@ -44,6 +44,12 @@ KERNEL: Final = ("levels", "publishing", "modules", "app", "worker", "command")
 #: The extras, each with the room that it is for.
 EXTRAS: Final = ("metrics", "registry", "spark", "web")
 
+#: What unit tests need beside the package: all of the extra ``test`` allows no lowest versions.
+TESTED_WITH: Final = (
+    *("arrow", "django-celery-beat", "fastapi", "freezegun", "httpx", "hypothesis", "jsonschema"),
+    *("pendulum", "pytest-timeout", "pytest-xdist", "python-hcl2", "PyYAML", "trustme"),
+)
+
 #: Imports every module of the named rooms, and what functions of these modules import.
 IMPORTS: Final = """
 import ast, importlib, inspect, pkgutil, sys
@@ -267,7 +273,8 @@ def lowest() -> str:
     least = ("--resolution=lowest-direct", f"--python-version={PYTHONS[0]}", "--quiet")
     project = REPOSITORY / "pyproject.toml"
     call(BIN / "uv", "pip", "compile", project, *extras, *least, "--output-file", lowest)
-    python = environment("lowest", PYTHONS[0], wheel("test"), "--constraint", str(lowest))
+    wanted = (wheel(",".join(EXTRAS)), *TESTED_WITH, "--constraint", str(lowest))
+    python = environment("lowest", PYTHONS[0], *wanted)
     rooms = ("kernel", "registry", "operations", "metrics", "schedules", "web")
     return f"{_direct(python)}: {unit_tests([python], *rooms)}"
 

@@ -71,7 +71,7 @@ def test_a_command_is_named_by_text_and_a_missing_addition_is_said(
     assert "gone" not in listed
     told = offline("gone")
     assert told.exit_code == 1
-    assert "has no folder 'gone'" in " ".join(told.stderr.split())
+    assert "has no folder 'gone'" in " ".join(told.output.split())
 
 
 def test_the_group_imports_no_addition() -> None:

@@ -69,4 +69,4 @@ def test_the_command_takes_any_layout(offline: Callable[..., Result]) -> None:
 def test_what_is_wrong_is_said(offline: Any, arguments: list[str], said: str) -> None:
     told = offline("route", *arguments)
     assert told.exit_code == 2
-    assert said in told.stderr
+    assert said in told.output

@@ -62,7 +62,7 @@ def test_url_and_options_say_how_to_connect_and_no_call_is_repeated(
     found = store.connect().connection_pool.connection_kwargs
     store.close()
     assert expected == {name: found[name] for name in expected}
-    assert found["retry"].get_retries() == 0
+    assert found["retry"]._retries == 0
     assert not store.is_cluster
 
 
