@@ -91,25 +91,57 @@ def _table(tasks: Sequence[Pending]) -> Iterator[str]:
     yield from shared.aligned(rows)
 
 
+#: The tasks that a command is about; see :func:`_of_each`.
+_meant: Final = shared.options(
+    click.argument("tasks", nargs=-1),
+    click.option("--key", help="The task with this key, instead of ids."),
+)
+
+
 @shared.command()
-@click.argument("task", required=False)
-@click.option("--key", help="The task with this key, instead of an id.")
-def show(task: str | None, key: str | None) -> None:
-    """Show the state of one task, given by id or key."""
-    if (task is None) == (key is None):
-        raise click.UsageError("give the id of a task, or --key")
-    with with_registry() as delays:
-        found = delays.show(task, key=key)
-    if found is None:
-        shared.answer({"task": None}, [f"{task or key}: unknown"])
+@_meant
+def show(tasks: Sequence[str], key: str | None) -> None:
+    """Show the state of tasks, given by ids or a key."""
+    found: dict[str, KnownTask | None] = _of_each(tasks, key, "show")
+    answers = {
+        name: each and {**vars(each), "pauses": [pause._asdict() for pause in each.pauses]}
+        for name, each in found.items()
+    }
+    lines = (_facts(each) if each else [f"{name}: unknown"] for name, each in found.items())
+    shared.answer({"tasks": answers}, chain(*lines))
+    if None in found.values():
         raise SystemExit(shared.FAILED)
-    shared.answer({"task": vars(found)}, _facts(found))
+
+
+def _of_each(
+    tasks: Sequence[str], key: str | None, method: str, **options: object
+) -> dict[str, Any]:
+    """Call a method of ``app.rabbitdelay`` for each task; return the answers by id or key.
+
+    Args:
+        tasks: The ids.
+        key: The key, instead of ids.
+        method: The method.
+        **options: The arguments of the method.
+    """
+    if bool(tasks) == (key is not None):
+        raise click.UsageError("give the ids of tasks, or --key")
+    with with_registry() as delays:
+        call = partial(getattr(delays, method), **options)
+        return {key: call(key=key)} if key is not None else {task: call(task) for task in tasks}
 
 
 def _facts(found: KnownTask) -> Iterator[str]:
     """Yield the known facts, one per line."""
     due = found.due and f"{shared.local(found.due)}, {_when(found.due)}"
     may_be_in = ", ".join(f"{name} ({count:,})" for name, count in found.may_be_in.items())
+    if found.due and found.due > wall_clock.now():
+        may_be_in = f"{may_be_in or 'no level'}, judging by its due time"
+    in_queue = ""
+    if found.in_queue is not None:
+        counts = (_count(number, name) for name, number in found.in_queue.items())
+        in_queue = f" ({', '.join(counts) or 'does not exist'})"
+    pauses = (shared.paused_line(*each).removeprefix("paused: ") for each in found.pauses)
     route = f"exchange {found.exchange!r}, routing key {found.routing_key!r}"
     facts = {
         "task": found.task,
@@ -117,16 +149,22 @@ def _facts(found: KnownTask) -> Iterator[str]:
         "due": due,
         "postponed": found.postponed and f"until {shared.local(found.postponed)}",
         "arguments": found.args and f"{found.args} {found.kwargs}",
-        "queue": found.queue,
+        "queue": found.queue and f"{found.queue}{in_queue}",
         "route": found.exchange is not None and route,
         "priority": found.priority is not None and str(found.priority),
         "key": found.key,
         "job": found.job and f"{found.job}, {found.job_state or 'unknown'}",
-        "may be in": due and f"{may_be_in or 'no level'}, judging by its due time",
+        "paused": "; ".join(pauses),
+        "may be in": may_be_in,
         "missing": shared.first_of(found.missing),
     }
     yield f"{found.task_id}: {found.state}"
     yield from shared.aligned([(f"  {name}", fact) for name, fact in facts.items() if fact])
+
+
+def _count(number: int, nouns: str) -> str:
+    """Return a number with its noun, given in the plural: ``1 message``, ``no consumers``."""
+    return f"{number:,} {nouns}" if number > 1 else f"1 {nouns[:-1]}" if number else f"no {nouns}"
 
 
 def _when(due: datetime) -> str:
@@ -150,29 +188,9 @@ _also_future: Final = click.option(
 )
 
 
-_meant: Final = shared.options(
-    click.argument("tasks", nargs=-1),
-    click.option("--key", help="The task with this key, instead of ids."),
-)
-
-
 def _decide(tasks: Sequence[str], key: str | None, method: str, **options: object) -> None:
-    """Cancel or postpone tasks, given by ids or a key, and print the outcomes.
-
-    Args:
-        tasks: The ids.
-        key: The key, instead of ids.
-        method: The method of ``app.rabbitdelay`` to call.
-        **options: The arguments of the method.
-    """
-    if bool(tasks) == (key is not None):
-        raise click.UsageError("give the ids of tasks, or --key")
-    with with_registry() as delays:
-        decide: Callable[..., Outcome] = partial(getattr(delays, method), **options)
-        if key is not None:
-            outcomes = {key: decide(key=key)}
-        else:
-            outcomes = {task: decide(task) for task in tasks}
+    """Cancel or postpone tasks, and print the outcomes; see :func:`_of_each`."""
+    outcomes: dict[str, Outcome] = _of_each(tasks, key, method, **options)
     hints = {Outcome.UNKNOWN: HINT if key is None else ""}
     shared.answer(
         {"outcomes": {name: found.value for name, found in outcomes.items()}},

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from functools import lru_cache
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self, TypeAlias
 
 from kombu import Queue
 
@@ -21,10 +21,14 @@ from celery_rabbitdelay.levels.headers import parse
 from celery_rabbitdelay.levels.layout import Layout, Level
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.modules.envelope import DICTIONARY
+from celery_rabbitdelay.modules.forwarding import LONGEST_PAUSE
 from celery_rabbitdelay.publishing.declaration import Backlog
+from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.publishing.message import Content, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.index import Kind
+from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.registry import Registry
 
 #: A deflate stream without a header (RFC 1951), with the dictionary of envelopes. The window is
@@ -222,11 +226,14 @@ class KnownTask:
         exchange: The exchange that gets the task when it is due.
         routing_key: The routing key with which the exchange gets the task.
         priority: Its priority.
-        may_be_in: The non-empty queues in which the message of a waiting task may be, as ``status``
-            names them, with their message counts. For a tracked task this is one queue, or two
-            while the message moves to the next queue; for other tasks, all queues whose wait is
-            long enough. A due message may have left these queues.
+        may_be_in: The other non-empty queues in which the message of a waiting task may be, as
+            ``status`` names them, with their message counts. Before a tracked task is due, this is
+            one queue, or two while the message moves to the next queue; for other tasks, all queues
+            whose wait is long enough. An overdue message may be in a level only if it was put back.
         missing: For a waiting task, the queues of levels and modules that the broker lacks.
+        in_queue: For an overdue task, the ``messages`` and ``consumers`` of its queue; empty if the
+            queue does not exist, None if that is unknown.
+        pauses: The pauses of its name and of its queue, if it waits.
     """
 
     task_id: str
@@ -246,18 +253,25 @@ class KnownTask:
     priority: int | None
     may_be_in: Mapping[str, int]
     missing: tuple[str, ...]
+    in_queue: Mapping[str, int] | None
+    pauses: tuple[Paused, ...]
 
 
-def known_task(
-    registry: Registry, task_id: str, layout: Layout, backlog: Callable[[], Backlog]
-) -> KnownTask | None:
+NO_BACKLOG: Final = Backlog({}, {}, {}, ())
+
+#: Reads the message counts of the levels, and by its name the counts of a queue, unless it is None
+#: or the counts are unknown.
+Look: TypeAlias = Callable[[str | None], tuple[Backlog, Mapping[str, Counts | None]]]
+
+
+def known_task(registry: Registry, task_id: str, layout: Layout, look: Look) -> KnownTask | None:
     """Return the state of a task; None if the registry does not know it.
 
     Args:
         registry: The registry.
         task_id: The id of the task.
         layout: The layout of the levels.
-        backlog: Reads the message counts of the levels; called for a waiting task only.
+        look: Reads the counts of queues; called for a waiting task only.
 
     Raises:
         RegistryUnavailable: Redis did not answer, or the record of the task or of its job cannot be
@@ -269,7 +283,23 @@ def known_task(
     facts = MessageFacts.of(registry.index.messages([task_id])[0])
     job = registry.jobs.state(record.job) if record.job else None
     waits = record.state is TaskState.WAITING
-    found = backlog() if waits else None
+    in_queue: Mapping[str, int] | None = None
+    pauses, may_be_in, backlog = list[Paused](), dict[str, int](), NO_BACKLOG
+    if waits:
+        queue = facts.queue if record.runs_ms <= wall_clock.ms() else None
+        backlog, counts = look(queue)
+        if queue is not None and queue in counts:
+            found = counts[queue]
+            in_queue = {} if found is None else found._asdict()
+        pauses = [
+            each
+            for each in registry.pauses.all()
+            if (each.task or record.name) == record.name
+            and (each.queue or facts.queue) == facts.queue
+        ]
+        is_put_back = not in_queue or job is JobState.OPEN
+        places = _may_be_in(layout, record, facts.tolerance_ms, backlog, is_put_back)
+        may_be_in = {name: count for name, count in places if pauses or name != "paused"}
     return KnownTask(
         task_id,
         record.state.value,
@@ -286,8 +316,10 @@ def known_task(
         facts.exchange,
         facts.routing_key,
         facts.priority,
-        {} if found is None else dict(_may_be_in(layout, record, facts.tolerance_ms, found)),
-        () if found is None else found.missing,
+        may_be_in,
+        backlog.missing,
+        in_queue,
+        tuple(pauses),
     )
 
 
@@ -296,20 +328,33 @@ def _instant(at_ms: int | None) -> datetime | None:
 
 
 def _may_be_in(
-    layout: Layout, record: Record, tolerance_ms: int | None, backlog: Backlog
+    layout: Layout, record: Record, tolerance_ms: int | None, backlog: Backlog, is_put_back: bool
 ) -> Iterator[tuple[str, int]]:
-    """Yield the queues in which a message may be, and their message counts."""
+    """Yield the queues in which a message may be, and their message counts.
+
+    Args:
+        layout: The layout of the levels.
+        record: The record of its task.
+        tolerance_ms: How many milliseconds late the message may arrive; None if unknown.
+        backlog: The message counts.
+        is_put_back: Whether an overdue message may have been put back: its job is open, or its
+            queue did not take it.
+    """
     sent_ms, due_ms, now_ms = record.sent_ms, record.due_ms or 0, wall_clock.ms()
     if record.runs_ms > due_ms <= now_ms:
         # At the first due time, the message was put back for the remaining time.
         sent_ms, due_ms, tolerance_ms = due_ms, record.runs_ms, 0
     others = [CHECK_IN, "meditation"]
     digits = may_wait_in(layout, due_ms - now_ms)
+    if due_ms + (tolerance_ms or 0) + SLACK_MS < now_ms:
+        back = (stop for stop in digits if stop[0].place_ms * stop[1] <= LONGEST_PAUSE * 1000)
+        digits = back if is_put_back else iter(())
     if sent_ms is not None and tolerance_ms is not None:
         delay_ms, passed_ms = due_ms - sent_ms, now_ms - sent_ms
-        # A late message has been put back.
-        if delay_ms <= layout.capacity_ms and passed_ms <= delay_ms + tolerance_ms + SLACK_MS:
-            others, digits = [], waits_in(layout, delay_ms, passed_ms, tolerance_ms, SLACK_MS)
+        if delay_ms <= layout.capacity_ms:
+            others = []
+            if passed_ms <= delay_ms + tolerance_ms + SLACK_MS:
+                digits = waits_in(layout, delay_ms, passed_ms, tolerance_ms, SLACK_MS)
     if due_ms <= now_ms:
         others += [DISTRIBUTE, "undeliverable", "paused"]
     for name in others:

@@ -9,8 +9,10 @@ from datetime import datetime
 from typing import Final, TypeAlias, TypedDict, Unpack
 from uuid import UUID
 
+from amqp.exceptions import ChannelError
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult, ResultBase
+from kombu import Queue
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
@@ -24,8 +26,8 @@ from celery_rabbitdelay.levels.delay import (
     milliseconds_of,
 )
 from celery_rabbitdelay.levels.headers import COPY
-from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
-from celery_rabbitdelay.publishing.kombu_internals import closing, connect
+from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of, queue_counts
+from celery_rabbitdelay.publishing.kombu_internals import Counts, closing, connect
 from celery_rabbitdelay.registry.application import register_sent
 from celery_rabbitdelay.registry.decision import Outcome, Registration, new_copy
 from celery_rabbitdelay.registry.holding import Holding, publish_signed
@@ -297,14 +299,17 @@ class Waiting(Holding):
         ids = self._meant(own, key)
         topology = self._delays.settings.topology
 
-        def backlog() -> Backlog:
+        def look(queue: str | None) -> tuple[Backlog, Mapping[str, Counts | None]]:
             if self._delays.fake_broker is not None:
                 raise NotRecorded("show(), which asks the broker where a task waits")
             with closing(self._delays.app.connection_for_write()) as connection:
                 connect(connection)
-                return backlog_of(connection, topology)
+                counts: Mapping[str, Counts | None] = {}
+                with suppress(ChannelError):  # another connection's queue, or no permission
+                    counts = queue_counts(connection, [] if queue is None else [Queue(queue)])
+                return backlog_of(connection, topology), counts
 
-        return known_task(self.registry, ids[0], topology.layout, backlog) if ids else None
+        return known_task(self.registry, ids[0], topology.layout, look) if ids else None
 
     def pending(self, **filters: Unpack[Filters]) -> Iterator[Pending]:
         """Yield the waiting tracked tasks by due time.

@@ -98,7 +98,7 @@ def now(request: ViewRequest) -> dict[str, object]:
         if reading.value is None:  # no earlier figures to show
             reading = ask()
     waits, found = reading.value or NOTHING, findings_of(site, patience=0)
-    alone = [] if queues.error else unserved(site)
+    alone = {} if queues.error else unserved(site)
     answers = workers.value or {}
     late, total, least = late_by_task(answers.values()), None, None
     if queues.value is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Final, NamedTuple, get_args
 from urllib.parse import urlencode
 
@@ -57,7 +57,7 @@ def problems(
     registry_error: str | None,
     due: Due,
     found: Verification | None,
-    unserved: Sequence[str],
+    unserved: Mapping[str, bool],
     reasons: Counter[str],
 ) -> list[Problem]:
     """Return the problems, the most severe first.
@@ -68,13 +68,13 @@ def problems(
         registry_error: The error of Redis; None if it answers.
         due: The tasks that are due and have not arrived.
         found: The findings of ``verify``; None if unknown.
-        unserved: The queues that tasks wait for and no worker consumes.
+        unserved: The queues that tasks wait for and no worker consumes, and whether they exist.
         reasons: The reasons of the undeliverable messages that were read.
     """
     named = {kind.queue for kind in due.overdue}
     all_of_them = [
         *_of_servers(queues, registry_error, reasons),
-        *_of_workers(queues, workers, [each for each in unserved if each not in named]),
+        *_of_workers(queues, workers, {each: unserved[each] for each in unserved.keys() - named}),
         *_of_tasks(due, unserved),
         *_of_findings(found),
     ]
@@ -105,7 +105,7 @@ def _of_servers(
 
 
 def _of_workers(
-    queues: Reading[Glance], workers: Reading[dict[str, Answer]], unserved: Sequence[str]
+    queues: Reading[Glance], workers: Reading[dict[str, Answer]], unserved: Mapping[str, bool]
 ) -> Iterator[Problem]:
     if workers.error is not None and queues.error is None:
         yield Problem("danger", "The workers cannot be reached", workers.error)
@@ -119,9 +119,10 @@ def _of_workers(
         for module, count in modules.items():
             waits = things(count, "message waits", "messages wait")
             yield Problem("danger", f"No worker serves {module}: {waits} for it", page="workers")
-    elif unserved:
-        about = _named(Counter(unserved), "queue")
-        yield Problem("danger", "No worker consumes queue", about, page="workers")
+    else:
+        for exists, words in ((False, "There is no queue"), (True, "No worker consumes queue")):
+            if names := [name for name in sorted(unserved) if unserved[name] is exists]:
+                yield Problem("danger", words, _named(Counter(names), "queue"), page="workers")
     for name, answer in sorted(answers.items()):
         if "error" in answer:
             yield Problem("warning", "A worker cannot report its state:", name, page="workers")
@@ -141,11 +142,13 @@ def _of_probes(answers: Iterable[Mapping[str, Any]]) -> Iterator[Problem]:
         yield Problem("danger", words, level, page="levels")
 
 
-def _of_tasks(due: Due, unserved: Sequence[str]) -> Iterator[Problem]:
-    alone = {kind for kind in due.overdue if kind.queue in unserved}
-    for kinds in (alone, due.overdue.keys() - alone):
-        if kinds:
-            yield _overdue(due, kinds, Counter(each.queue for each in kinds & alone))
+def _of_tasks(due: Due, unserved: Mapping[str, bool]) -> Iterator[Problem]:
+    for exists in (False, True, None):
+        if kinds := {kind for kind in due.overdue if unserved.get(kind.queue) is exists}:
+            queue = _named(Counter(each.queue for each in kinds), "queue")
+            nobody = f"; no worker consumes queue {queue}"
+            causes = {False: f"; there is no queue {queue}", True: nobody, None: ""}
+            yield _overdue(due, kinds, causes[exists])
     for each, counts in due.paused.items():
         what = f"task {each.task}" if each.task is not None else f"queue {each.queue}"
         ends = "" if each.until is None else f", resumes {shown.left(each.until)}"
@@ -161,12 +164,11 @@ def _of_tasks(due: Due, unserved: Sequence[str]) -> Iterator[Problem]:
         yield Problem("note", words, about, "", page, fields, "job-open")
 
 
-def _overdue(due: Due, kinds: Set[Kind], unserved: Counter[str]) -> Problem:
-    """Return the problem of overdue tasks, and of the unserved queues that they wait for."""
+def _overdue(due: Due, kinds: Set[Kind], cause: str) -> Problem:
+    """Return the problem of overdue tasks."""
     names, firsts = Counter[str](), [due.firsts[each] for each in kinds if each in due.firsts]
     for each in kinds:
         names[each.task] += due.overdue[each]
-    cause = f"; no worker consumes queue {_named(unserved, 'queue')}" if unserved else ""
     since = f"; the first was due {shown.left(min(firsts))}" if firsts else ""
     terms = " ".join(["state:overdue", *(str(Term.of("task", each)) for each in names)])
     fields = urlencode({"q": terms}, errors="surrogatepass")

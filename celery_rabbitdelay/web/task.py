@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
@@ -12,9 +12,9 @@ from kombu import Queue
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.publishing.declaration import Backlog, queue_counts
+from celery_rabbitdelay.levels.topology import DISTRIBUTE
+from celery_rabbitdelay.publishing.declaration import Backlog, queue_counts, unserved_modules
 from celery_rabbitdelay.publishing.kombu_internals import Counts
-from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task, record_of
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.query import Term
@@ -38,27 +38,31 @@ def story(request: ViewRequest) -> dict[str, object]:
     site, delays, task_id = request.site, request.with_registry, request.fields.needed("id")
     glance, layout = site.queues(), delays.topology.layout
 
-    def backlog() -> Backlog:
-        # The cached counts; without them, the page shows the broker's error.
-        nothing = Backlog({}, {level.name: {} for level in layout.levels}, {}, ())
-        return nothing if glance.value is None else glance.value.status.backlog
+    # The cached counts; without them, the page shows the broker's error.
+    backlog = Backlog({}, {level.name: {} for level in layout.levels}, {}, ())
+    if glance.value is not None:
+        backlog = glance.value.status.backlog
 
-    found = known_task(delays.registry, task_id, layout, backlog)
+    def look(queue: str | None) -> tuple[Backlog, Mapping[str, Counts | None]]:
+        counts = None
+        if queue is not None:
+            ask = partial(queue_counts, queues=[Queue(queue)])
+            counts = site.latest(f"queue {queue}", partial(site.ask, ask), STATUS_PERIOD).value
+        return backlog, counts or {}
+
+    found = known_task(delays.registry, task_id, layout, look)
     about = {"task_id": task_id, "broker_error": glance.error}
     if found is None:
         return {**about, "task": None, "state": None, "why_not_run": [], "history": []}
     record = record_of(delays.registry, task_id)
     first_due = None if record is None or record.due_ms is None else instant_of(record.due_ms)
-    pauses = [
-        each
-        for each in delays.paused()
-        if (each.task or found.task) == found.task and (each.queue or found.queue) == found.queue
-    ]
     state = once_due = found.state
     if found.due is not None:
-        holds = {"is_paused": bool(pauses), "is_job_open": found.job_state == "open"}
+        holds = {"is_paused": bool(found.pauses), "is_job_open": found.job_state == "open"}
         state = state_of(found.due, wall_clock.now(), **holds)
         once_due = state_of(found.due, found.due + 2 * ON_ITS_WAY, **holds)
+    why = reasons(request, found, backlog)
+    following = HERE.get(once_due, ("", ""))[1] if state != "overdue" or not why else why[0].ahead
     args, kwargs = (
         site.options.shown(found.task or "", text) for text in (found.args, found.kwargs)
     )
@@ -67,8 +71,8 @@ def story(request: ViewRequest) -> dict[str, object]:
         **about,
         "task": {**known, "arguments_shown": site.options.shows_arguments},
         "state": state,
-        "why_not_run": reasons(request, found, pauses),
-        "history": list(_history(found, first_due, state, once_due)),
+        "why_not_run": why,
+        "history": list(_history(found, first_due, state, following)),
     }
 
 
@@ -99,7 +103,7 @@ HERE: Final = {
 
 
 def _history(
-    task: KnownTask, first_due: datetime | None, state: str, once_due: str
+    task: KnownTask, first_due: datetime | None, state: str, following: str
 ) -> Iterator[Event]:
     """Yield the events of a task's timeline, in order.
 
@@ -107,7 +111,7 @@ def _history(
         task: The task.
         first_due: The due time of its first message.
         state: The task's state.
-        once_due: The task's state once it is due, if nothing changes.
+        following: The last event.
     """
     now, queue = wall_clock.now(), {task.queue: None} if task.queue else {}
     if task.sent is not None:
@@ -117,7 +121,7 @@ def _history(
         return
     if task.postponed == task.due:
         yield Event("past", None, "Rescheduled")
-    here, (_, following) = HERE[state][0], HERE[once_due]
+    here = HERE[state][0]
     # A held task is in the queue of paused tasks; the reasons explain where an overdue task is.
     names = task.may_be_in if state == "waiting" else {"paused"} if state == "held" else {}
     where = {name: count for name, count in task.may_be_in.items() if name in names}
@@ -138,33 +142,31 @@ class Reason(NamedTuple):
         words: The sentence; no untrusted text.
         page: The page that shows details or a remedy; None without such a page.
         fields: The query of that page's address.
+        ahead: The next event of the task's timeline, if this is why it is overdue.
     """
 
     words: str
     page: str | None = None
     fields: str = ""
+    ahead: str = HERE["overdue"][1]
 
 
-def reasons(request: ViewRequest, task: KnownTask, pauses: Sequence[Paused]) -> list[Reason]:
-    """Return the reasons why a task has not run, known to the registry and the broker.
-
-    Raises:
-        RegistryUnavailable: Redis does not answer.
-    """
+def reasons(request: ViewRequest, task: KnownTask, backlog: Backlog) -> list[Reason]:
+    """Return the reasons why a task has not run, known to the registry and the broker."""
     state = TaskState(task.state)
     if state is TaskState.SUPERSEDED:
         search = shown.quoted(str(Term.of("key", task.key or "")))
         return [Reason(ENDED[state], "waiting", f"q={search}")]
     if state is not TaskState.WAITING:
         return [Reason(ENDED[state])]
-    found = list(_held_back(request.site, task, pauses))
+    found = list(_held_back(request.site, task))
     if task.due is not None and task.due > wall_clock.now():
         again = ", because it was postponed" if task.postponed == task.due else ""
         return [Reason(f"Due {shown.left(task.due)}{again}."), *found]
-    return found or [*_overdue(request, task)]
+    return found or [*_overdue(task, backlog.others)]
 
 
-def _held_back(site: Site, task: KnownTask, pauses: Sequence[Paused]) -> Iterator[Reason]:
+def _held_back(site: Site, task: KnownTask) -> Iterator[Reason]:
     """Yield the reasons that hold a task, now or once it is due."""
     name = shown.quoted(task.job or "")
     if task.job_state == "open":
@@ -172,13 +174,18 @@ def _held_back(site: Site, task: KnownTask, pauses: Sequence[Paused]) -> Iterato
         yield Reason(words, "jobs/one", f"name={name}")
     if task.job_state == "aborted":
         yield Reason("Its job was aborted: the task will not run.", "jobs/one", f"name={name}")
-    for each in pauses:
+    for each in task.pauses:
         subject = "All tasks of this name have" if each.queue is None else "Its queue has"
         lasts = shown.brief((wall_clock.now() - each.since).total_seconds())
         end = "has no end time" if each.until is None else f"ends {shown.left(each.until)}"
         yield Reason(f"{subject} been paused for {lasts}; the pause {end}.", "pauses")
-    if task.due is not None and task.due > wall_clock.now() and task.queue in unserved(site):
-        yield Reason("No worker consumes its queue now.", "workers")
+    if task.due is not None and task.due > wall_clock.now() and task.queue is not None:
+        exists = unserved(site).get(task.queue)
+        if exists is not None:
+            words = (
+                "No worker consumes its queue now." if exists else "Its queue does not exist now."
+            )
+            yield Reason(words, "workers")
     if task.missing:
         yield Reason(
             f"Missing on the broker: {len(task.missing):,} queues of the levels and modules.",
@@ -195,33 +202,49 @@ def _waits_on(task: KnownTask, held: Counts | None) -> str:
     return ""
 
 
-def _overdue(request: ViewRequest, task: KnownTask) -> Iterator[Reason]:
-    """Yield the reasons why no worker has received a task that is due and not held."""
+def _overdue(task: KnownTask, others: Mapping[str, Counts]) -> Iterator[Reason]:
+    """Yield the reason why no worker has received a task that is due and not held.
+
+    Args:
+        task: The task.
+        others: The counts of the module queues.
+    """
+    is_distributed = DISTRIBUTE not in unserved_modules(others)
+    nobody = "no worker serves distribution, which"
     if task.queue is None:
-        yield Reason("The task is due. Its exchange routes it, and no worker has received it yet.")
+        words, ahead = "no worker has received it yet", HERE["overdue"][1]
+        if not is_distributed:
+            words = f"{nobody} publishes to exchanges"
+            ahead = "A worker that serves distribution publishes it to its exchange"
+        yield Reason(f"The task is due. Its exchange routes it, and {words}.", "workers", "", ahead)
         return
-    site, paused = request.site, request.site.delays.topology.module_queues.paused
-    ask = partial(queue_counts, queues=[Queue(task.queue), paused])
-    found = site.latest(f"queue {task.queue}", partial(site.ask, ask), STATUS_PERIOD).value
-    if found is None:
-        return  # the page shows the broker's error
-    counts, held = found[task.queue], found[paused.name]
+    counts = task.in_queue
     if counts is None:
-        yield Reason("The task is due, but its queue does not exist.", "health")
-    elif not counts.messages:
-        holder = "a worker has prefetched it, or " if counts.consumers else ""
+        return  # the page shows the broker's error
+    if not counts:
+        words, ahead = "distribution tries again", "Distribution publishes it to the queue"
+        if not is_distributed:
+            words = f"{nobody} tries again"
+            ahead = "A worker that serves distribution publishes it to the queue"
+        words = f"The task is due, but its queue does not exist: {words}."
+        yield Reason(words, "health", "", f"{ahead} once the queue exists")
+    elif not counts["messages"]:
+        holder = "a worker has prefetched it, or " if counts["consumers"] else ""
         yield Reason(
             f"The task is due, and its queue is empty: {holder}its message was lost."
-            f"{_waits_on(task, held)} 'Run now' sends a new message; the task runs only once.",
+            f"{_waits_on(task, others.get('paused'))} 'Run now' sends a new message; the task runs "
+            "only once.",
             "health",
         )
-    elif not counts.consumers:
+    elif not counts["consumers"]:
         yield Reason(
             "The task is due, but no worker consumes its queue, which has "
-            f"{counts.messages:,} messages. The option -Q of celery worker names a worker's queues."
+            f"{counts['messages']:,} messages. The option -Q of celery worker names a worker's "
+            "queues.",
+            ahead="A worker that consumes its queue runs it",
         )
     else:
         yield Reason(
             "The task is due, and the workers of its queue are busy. Messages in the queue: "
-            f"{counts.messages:,}."
+            f"{counts['messages']:,}."
         )

@@ -28,7 +28,7 @@ def workers(request: ViewRequest) -> dict[str, object]:
         "taken": reading.taken,
         "error": reading.error,
         "workers": [_worker(name, answer) for name, answer in answers.items()],
-        "unserved": unserved(request.site),
+        "unserved": [*unserved(request.site)],
         "differences": [
             each
             for kind in ("versions", "settings")
@@ -65,19 +65,24 @@ def _of(value: object, kind: type[_T], otherwise: _T | None) -> Any:
     return value if isinstance(value, kind) else otherwise
 
 
-def unserved(site: Site) -> list[str]:
-    """Return the queues that tracked tasks wait for and no worker consumes; empty if unknown."""
+def unserved(site: Site) -> Mapping[str, bool]:
+    """Return the queues that tracked tasks wait for and no worker consumes, and whether they exist.
+
+    Empty if unknown.
+    """
     if not site.delays.has_registry:
-        return []
-    return site.latest("unserved", partial(_unserved, site), UNSERVED_PERIOD).value or []
+        return {}
+    return site.latest("unserved", partial(_unserved, site), UNSERVED_PERIOD).value or {}
 
 
-def _unserved(site: Site) -> list[str]:
+def _unserved(site: Site) -> Mapping[str, bool]:
     kinds = counted(site).kinds
     names = sorted({each.kind.queue for each in kinds if each.total and each.kind.queue})
     queues = [Queue(name) for name in names[:MOST_QUEUES]]
     counts = site.ask(partial(queue_counts, queues=queues))
-    return [name for name, found in counts.items() if found is None or not found.consumers]
+    return {
+        name: found is not None for name, found in counts.items() if not (found and found.consumers)
+    }
 
 
 def _texts(answer: Answer, kind: str) -> dict[str, str]:

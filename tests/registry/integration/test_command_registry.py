@@ -1,5 +1,6 @@
 """The commands of ``celery rabbitdelay`` about tasks that wait, run as users do."""
 
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -60,12 +61,16 @@ def test_show_tells_what_is_known_of_one_task(shop: Any) -> None:
     key = f"order:{uuid4().hex}"
     task_id = send(shop, 3600, args=(7,), key=key)
     first, *lines = invoke(shop, f"show {task_id}").stdout.splitlines()
-    data = answer(shop, f"show --key {key}", "show")["task"]
+    data = answer(shop, f"show --key {key}", "show")["tasks"][key]
     assert first == f"{task_id}: waiting"
     facts = dict(line.strip().split(maxsplit=1) for line in lines)
     assert (facts["task"], facts["arguments"], facts["key"]) == ("look", "(7,) {}", key)
     assert (data["task_id"], data["args"]) == (task_id, "(7,)")
-    assert answer(shop, f"show {uuid4()}", "show", status=1) == {"task": None}
+    assert answer(shop, f"show {task_id}", "show") == {"tasks": {task_id: data}}
+    both = answer(shop, f"show {task_id} unheard-of", "show", status=1)["tasks"]
+    assert both == {task_id: data, "unheard-of": None}
+    told = invoke(shop, f"show unheard-of {task_id}").stdout.splitlines()
+    assert told[:2] == ["unheard-of: unknown", first]
 
 
 def test_show_tells_how_late_a_task_is_and_that_it_may_be_undeliverable(
@@ -81,7 +86,55 @@ def test_show_tells_how_late_a_task_is_and_that_it_may_be_undeliverable(
 
     wait_for(overdue, "the task to be overdue", PATIENCE)
     assert "  overdue by 0:0" in invoke(shop, "pending").stdout
-    assert answer(shop, f"show {task_id}", "show")["task"]["may_be_in"]["undeliverable"] == 1
+    facts = shown(shop, task_id)
+    assert facts["may be in"] == "undeliverable (1)"
+    queue = shop.conf.task_default_queue
+    wait_for(
+        lambda: shown(shop, task_id)["queue"] == f"{queue} (1 message, no consumers)",
+        "the task in its queue",
+        PATIENCE,
+    )
+
+
+def test_show_tells_that_the_queue_of_an_overdue_task_does_not_exist(
+    shop: Any, connection: Connection
+) -> None:
+    task_id, queue = send(shop, 2), shop.conf.task_default_queue
+    channel: Any = connection.default_channel
+    channel.queue_delete(queue)
+
+    def is_gone() -> bool:
+        return shown(shop, task_id)["queue"] == f"{queue} (does not exist)"
+
+    wait_for(is_gone, "the task to be overdue", PATIENCE)
+    assert answer(shop, f"show {task_id}", "show")["tasks"][task_id]["in_queue"] == {}
+
+
+def test_show_names_the_pauses_of_a_task_and_the_paused_tasks_only_if_it_is_paused(
+    shop: Any, connection: Connection
+) -> None:
+    task_id = send(shop, 0.1)
+    paused = shop.rabbitdelay.topology.module_queues.paused.name
+    Producer(connection).publish("", routing_key=paused)
+    wait_until_waiting(connection, paused, 1)
+    wait_for(lambda: "overdue by" in shown(shop, task_id)["due"], "the task", PATIENCE)
+    facts = shown(shop, task_id)
+    assert (facts.get("paused"), facts.get("may be in")) == (None, None)
+    shop.rabbitdelay.pause(task="look")
+    shop.rabbitdelay.pause(task="note")
+    facts = shown(shop, task_id)
+    assert facts["paused"].startswith("task look, since ")
+    assert facts["may be in"] == "paused (1)"
+    (pause,) = answer(shop, f"show {task_id}", "show")["tasks"][task_id]["pauses"]
+    assert (pause["task"], pause["queue"]) == ("look", None)
+    for name in ("look", "note"):
+        shop.rabbitdelay.resume(task=name)
+
+
+def shown(shop: Any, task_id: str) -> dict[str, str]:
+    """Return the facts that ``show`` prints about a task."""
+    lines = invoke(shop, f"show {task_id}").stdout.splitlines()[1:]
+    return dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines)
 
 
 def test_tasks_are_cancelled_and_postponed_by_id_and_by_key(shop: Any) -> None:

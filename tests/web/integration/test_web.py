@@ -23,7 +23,7 @@ from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ATTEMPTS, FAILED_SINCE, FIRST_REASON
 from celery_rabbitdelay.operations.undeliverable import UndeliverableFilter
-from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.publishing.declaration import declare_destination, queue_counts
 from celery_rabbitdelay.registry.index import SHARDS, Filter, Index, Kind, shard_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application, now, site, task, undeliverable, workers
@@ -532,6 +532,31 @@ def test_the_story_of_a_task_says_where_it_is_and_why_it_has_not_run(shop: Any) 
     delays.cancel(of_job)
     assert why_not(browser, of_job) == ["The task was cancelled and will not run."]
     assert browser.json("/waiting/task", id="nobody's")["task"] is None
+
+
+def test_the_story_of_an_overdue_task_says_what_has_to_happen_before_it_runs(
+    shop: Any, connection: Connection
+) -> None:
+    (task_id,), queue = send(shop, hours=0.002), named(shop, "default")
+    topic = {"exchange": named(shop, "topic"), "routing_key": "elsewhere"}
+    routed = str(shop.tasks["look"].apply_async(delay=1, **topic).id)
+
+    def story(task_id: str = task_id) -> tuple[str, str]:
+        told = Browser(application(shop)).json("/waiting/task", id=task_id)
+        return told["why_not_run"][0]["words"], told["history"][-1]["words"]
+
+    consumes = "A worker that consumes its queue runs it"
+    wait_for(lambda: story()[1] == consumes, "the task to be overdue", PATIENCE)
+    assert "no worker consumes its queue" in story()[0]
+    words, ahead = story(routed)
+    assert "Its exchange routes it, and no worker serves distribution" in words
+    assert ahead == "A worker that serves distribution publishes it to its exchange"
+    channel: Any = connection.default_channel
+    channel.queue_delete(queue)
+    words, ahead = story()
+    assert "its queue does not exist: no worker serves distribution" in words
+    assert ahead.endswith("publishes it to the queue once the queue exists")
+    declare_destination(connection, shop.rabbitdelay.topology, shop.amqp.queues[queue])
 
 
 def test_arguments_are_hidden_unless_they_are_allowed_and_masked_by_a_function(

@@ -1,8 +1,9 @@
 """What Now makes of the answers of the registry, the workers and the broker."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 from typing import Any
 
 from celery_rabbitdelay.app.control import ARRIVALS
@@ -149,7 +150,7 @@ def words(
     due: Due = NOTHING_DUE,
     registry_error: str | None = None,
     found: Verification | None = None,
-    unserved: Sequence[str] = (),
+    unserved: Mapping[str, bool] = MappingProxyType({}),
     reasons: Sequence[str] = (),
 ) -> list[tuple[str, str, str]]:
     """Return the severity, the words and what is concerned."""
@@ -190,9 +191,10 @@ def test_what_servers_and_workers_say_is_known_without_the_management_api() -> N
     assert blocked.startswith("RabbitMQ blocks publishers")
     assert words(registry_error="away") == [("danger", "Redis cannot be reached", "away")]
     nobody = [("danger", "No worker answers", "")]
-    assert words(workers=Reading({}), unserved=("mail",)) == nobody
-    assert words(unserved=("mail", "bulk")) == [
-        ("danger", "No worker consumes queue", "mail and 1 more queue")
+    assert words(workers=Reading({}), unserved={"mail": True}) == nobody
+    assert words(unserved={"bulk": True, "gone": False, "mail": True}) == [
+        ("danger", "There is no queue", "gone"),
+        ("danger", "No worker consumes queue", "bulk and 1 more queue"),
     ]
     assert words(workers=Reading(error="no reply")) == [
         ("danger", "The workers cannot be reached", "no reply")
@@ -203,7 +205,7 @@ def test_what_servers_and_workers_say_is_known_without_the_management_api() -> N
         ("danger", "A probe is missing or late by 1 min 15 s in level", "hours"),
         ("warning", "A worker cannot report its state:", "b"),
     ]
-    found = problems(look(), troubled, None, NOTHING_DUE, None, (), Counter())
+    found = problems(look(), troubled, None, NOTHING_DUE, None, {}, Counter())
     assert [(each.page, each.rest) for each in found] == [("levels", ""), ("workers", "")]
 
 
@@ -215,7 +217,7 @@ def test_tasks_that_are_due_are_named_with_what_holds_them() -> None:
     }
     firsts = {EXPORT: since, MAIL: since - timedelta(minutes=1)}
     due = Due(Counter({EXPORT: 2, MAIL: 1}), firsts, pauses, {"import 1": Counter({EXPORT: 4})})
-    found = problems(look(), ONE_WORKER, None, due, None, ["mail"], Counter())
+    found = problems(look(), ONE_WORKER, None, due, None, {"mail": True}, Counter())
     assert [f"{each.words} {each.about}{each.rest}" for each in found] == [
         "1 task overdue: mail.send; no worker consumes queue mail; the first was due 4 min ago",
         "2 tasks overdue: export; the first was due 3 min ago",
@@ -229,11 +231,13 @@ def test_tasks_that_are_due_are_named_with_what_holds_them() -> None:
         "q=state%3Aoverdue+task%3Aexport",
         *("", "", "name=import+1"),
     ]
+    (gone, *_) = problems(look(), ONE_WORKER, None, due, None, {"mail": False}, Counter())
+    assert gone.about == "mail.send; there is no queue mail"
     due = due._replace(
         overdue=Counter({EXPORT: 1}), jobs={"a": Counter({MAIL: 2}), "b": Counter({MAIL: 1})}
     )
     unserved, overdue, *_, of_jobs = problems(
-        look(), ONE_WORKER, None, due, None, ["mail"], Counter()
+        look(), ONE_WORKER, None, due, None, {"mail": True}, Counter()
     )
     assert [unserved.about, overdue.about] == ["mail", "export"]
     assert (of_jobs.page, of_jobs.about) == ("jobs", "a and 1 more job")

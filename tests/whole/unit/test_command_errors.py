@@ -26,7 +26,7 @@ REGISTRY = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
         ("pause --task x --queue y", REGISTRY, "give --task, or --queue"),
         ("resume --task=", REGISTRY, "give --task, or --queue"),
         ("postpone x", REGISTRY, "give --delay, or --eta"),
-        ("show x --key y", REGISTRY, "give the id of a task, or --key"),
+        ("show x --key y", REGISTRY, "give the ids of tasks, or --key"),
         *(
             (command, {}, "set rabbitdelay_registry_url")
             for command in ("pending", "cancel --task x -y", "job show x", "schedules list")
