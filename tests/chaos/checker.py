@@ -31,6 +31,9 @@ REGISTRY_MS: Final = 2000.0
 #: A start that is later than this, in milliseconds, needs a reason.
 LATE_MS: Final = 5000.0
 
+#: How many tasks are named of each kind of wrong.
+EXAMPLES: Final = 8
+
 #: The causes of a copy, which the documentation tells: docs/explanation/promises.md, At least once,
 #: and What Redis may lose; docs/how-to/keys.md for ``once``.
 REDELIVERED: Final = "its worker or connection ended before the ack"
@@ -78,6 +81,7 @@ class Verdict:
         late: By group, the seconds by which each task was late, in order.
         reasons: Of those that were later than five seconds: how many, and how late the latest.
         complaints: What is wrong, in words. Nothing is wrong if there are none.
+        examples: The first tasks of each kind of wrong.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -92,6 +96,7 @@ class Verdict:
     late: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     complaints: list[str] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)
 
 
 def judge(
@@ -131,6 +136,14 @@ def judge(
     complaints += [f"{n} not started, in {queue}" for queue, n in verdict.where.items()]
     complaints += [
         f"{n} arrived although {each} said that none can have" for each, n in liars.items() if n
+    ]
+    found = {"lost": verdict.lost, "early": [*verdict.early], "copy": verdict.no_cause}
+    for each, why in verdict.after_decision.items():
+        found.setdefault(f"ran after {why}", []).append(each)
+    verdict.examples = [
+        f"{each}: {ledger.sent[each].group}, {what}"
+        for what, ids in found.items()
+        for each in ids[:EXAMPLES]
     ]
     strangers = ledger.starts.keys() - ledger.sent.keys()
     complaints += [f"{each} started, but nobody has sent it" for each in sorted(strangers)]
@@ -331,8 +344,7 @@ def lines_of(verdict: Verdict) -> Iterator[str]:
         figures[f"later than 5 s, {what}"] = f"{len(late)} tasks, up to {late[-1]:.1f} s"
     yield from (f"{what}: {figure}" for what, figure in figures.items() if figure)
     yield from (f"NOT GOOD: {each}" for each in verdict.complaints)
-    ids = (*verdict.lost, *verdict.early, *verdict.no_cause, *verdict.after_decision)
-    yield from (f"    {each}: {verdict.after_decision.get(each, '')}" for each in ids[:20])
+    yield from (f"    {each}" for each in verdict.examples)
 
 
 def story_of(ledger: Ledger, identity: str) -> list[str]:

@@ -175,6 +175,7 @@ def test_a_decision_says_whether_a_task_runs(
     assert any("decision" in each or "early" in each for each in complaints) == (ends == "not")
     assert ("a" in missing(noted())) == (ends == "runs")
     assert ("a" in judge(noted()).lost) == (ends == "runs")
+    assert ("a: sound, lost" in judge(noted()).examples) == (ends == "runs")
     assert len(story_of(noted(start()), "a")) > 2
 
 
