@@ -170,12 +170,7 @@ def _count(number: int, nouns: str) -> str:
 def _when(due: datetime) -> str:
     """Return the time until an instant, or since then, in whole seconds."""
     late_ms = int((wall_clock.now() - due).total_seconds()) * 1000
-    return f"overdue by {duration_text(late_ms)}" if late_ms > 0 else f"in {_left(due)}"
-
-
-def _left(due: datetime) -> str:
-    """Return the time until an instant, in whole seconds."""
-    return duration_text(max(int((due - wall_clock.now()).total_seconds()), 0) * 1000)
+    return f"{'overdue by' if late_ms > 0 else 'in'} {duration_text(abs(late_ms))}"
 
 
 #: A hint that follows the outcome of an unknown id.
