@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any, cast
 from uuid import UUID, uuid4
 
+import celery
 import pytest
 from celery import chain, chord, group
 from celery.exceptions import TaskRevokedError
@@ -109,7 +110,9 @@ def test_what_is_decided_about_a_task_that_waits_becomes_of_it(
         assert decide(results["superseded"]) is Outcome.CANCELLED
     # A result that was made of an id belongs to the same application.
     states = [shop.AsyncResult(results[each].id).state for each in DECIDED]
-    assert states == [REVOKED, REVOKED, "PENDING", "DELAYED", "PENDING", "DELAYED", REVOKED]
+    # Workers of Celery 5.5 mark a revoked task when it arrives, later ones at once.
+    told = REVOKED if celery.VERSION >= (5, 6) else "PENDING"
+    assert states == [REVOKED, told, "PENDING", "DELAYED", "PENDING", "DELAYED", told]
 
     noted.until(DELAY + 1)
     ran = {each["given"][0]: each["at"] - began for each in noted.found()}
