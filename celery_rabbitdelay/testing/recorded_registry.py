@@ -82,7 +82,7 @@ class RecordedRegistry(Registry):
 
     def _noted(self, task_id: str) -> _Noted:
         noted = self._notes.get(task_id)
-        if noted is None or noted.until_ms <= wall_clock.ms():
+        if noted is None or 0 < noted.until_ms <= wall_clock.ms():
             noted = self._notes[task_id] = _Noted()
         return noted
 
@@ -111,7 +111,7 @@ class RecordedRegistry(Registry):
             known |= {"waits": ".".join(record.waits), "due": record.due, "order": record.order}
         if listing is not None:
             kind = Kind(listing.name, listing.queue).text
-            known |= {"kind": kind, "job": listing.job, "sent": noted.sent_ms}
+            known |= {"kind": kind, "job": listing.job or None, "sent": noted.sent_ms}
         known["key"] = noted.key or None
         return {name: str(value) for name, value in known.items() if value is not None}
 

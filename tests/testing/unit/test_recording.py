@@ -323,10 +323,12 @@ def test_the_registry_decides_in_memory(shop: Any) -> None:
         tracked = remind.apply_async((6,), delay=9 * DAYS, key="order:6", track=True)
         assert [each.task_id for each in delays.pending(task="shop.remind")] == [tracked.id]
         assert delays.postpone(key="order:6", delay=3 * DAYS) is Outcome.DONE
+        untracked = remind.apply_async((3,), delay=60)
+        assert delays.postpone(untracked, delay=2.5 * DAYS) is Outcome.NOTED
         with delays.job("import", expires=3600):
             remind.apply_async((7,), job="import")
             assert sent.run_due(within=0) == []
         with pytest.raises(JobClosed):
             remind.apply_async((8,), job="import")
         sent.run_due()
-    assert done == [7, 2, 6]
+    assert done == [7, 2, 3, 6]
