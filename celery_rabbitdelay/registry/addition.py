@@ -94,6 +94,10 @@ class RegistryAddition(Addition):
         arrivals = [Arrival.of(headers, due_ms, "", redelivered=True) for headers in inner]
         try:
             decisions = registry.breaker.call(partial(registry.decide, arrivals, notes=False))
+            found = zip(arrivals, decisions, strict=True)
+            dropped = [each for each, one in found if one.verdict is Verdict.EXPIRED]
+            if dropped:  # no worker will record it
+                registry.breaker.call(partial(registry.decide, dropped, notes=True))
         except exceptions.RegistryUnavailable:
             return None
         waits = [decision for decision in decisions if decision.verdict is Verdict.LATER]

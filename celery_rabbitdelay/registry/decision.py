@@ -158,6 +158,11 @@ class Arrival(NamedTuple):
             return self.mark.generation
         return self.mark.generation - 1 if self.in_doubt else -1
 
+    def dropped_by(self, word: str) -> str:
+        """Return the reason of a drop: the verdict, and the key or job; empty if it has none."""
+        by = {"superseded": self.key, "expired": self.job}.get(word)
+        return "" if by is None else f"{word} {by}"
+
     @property
     def has_options(self) -> bool:
         """Whether the task was sent with an option of the registry."""
@@ -287,6 +292,8 @@ class Record(NamedTuple):
         copy: The name of the waiting attempt's message that was registered last.
         due: The earliest due time of the waiting attempt's messages.
         order: The task's order among the tasks with its key.
+        dropped: Why the last attempt was dropped when it arrived, unless a message has run since;
+            see :meth:`Arrival.dropped_by`. No decision depends on it.
     """
 
     cancelled: int | None = None
@@ -298,6 +305,7 @@ class Record(NamedTuple):
     copy: str = ""
     due: int = 0
     order: int = 0
+    dropped: str = ""
 
     @property
     def life(self) -> int:
@@ -311,7 +319,7 @@ class Record(NamedTuple):
 
     def settled(self) -> Record:
         """Return the record without its waiting attempt."""
-        return self._replace(waits=None, copy="", due=0, order=0)
+        return self._replace(waits=None, copy="", due=0, order=0, dropped="")
 
     def marked(self, arrival: Arrival) -> Record:
         """Return the record with the mark of an arrival, which replaces an earlier mark."""
@@ -347,8 +355,9 @@ def arrive(record: Record, message: Arrival, word: str, is_old: bool = False) ->
     waits = record.waits == full
     if winner is None:
         if word in ("superseded", "replaced", "expired"):
-            is_latest = waits and record.copy == message.copy
-            return (record.settled() if is_latest else record), word
+            if waits and record.copy == message.copy:
+                record = record.settled()._replace(dropped=message.dropped_by(word))
+            return record, word
         if word == "later":
             return record, word
         is_known = waits and record.due <= message.due_ms
@@ -361,7 +370,8 @@ def arrive(record: Record, message: Arrival, word: str, is_old: bool = False) ->
         return record, "paused"
     if message.copy and winner is None:
         won = record.won | {(full, message.copy)}
-        record = record._replace(won=won, ran=max(record.ran or 0, message.ticket.life, 0))
+        ran = max(record.ran or 0, message.ticket.life, 0)
+        record = record._replace(won=won, ran=ran, dropped="")
         record = record.settled() if waits else record
     if message.once:
         record = record.marked(message)

@@ -57,6 +57,13 @@ DISCARDED: Final = {
     Verdict.EXPIRED: signals.expired,
 }
 
+#: Why a task does not run, for the log.
+REASONS: Final = {
+    Verdict.CANCELLED: "it was cancelled",
+    Verdict.SUPERSEDED: "it is superseded by a newer task with the key '{key}'",
+    Verdict.EXPIRED: "its job '{job}' was aborted or has expired",
+}
+
 #: The counters of tasks that do not run, or not now.
 COUNTED: Final = {
     Verdict.CANCELLED: application.CANCELLED,
@@ -307,8 +314,11 @@ class Decisions(BatchThread[_Due]):
         run_strategy(self._consumer, due.delivery, self._early_tasks.refuse_unrunnable)
 
     def _discard(self, due: _Due, verdict: Verdict) -> None:
+        arrival, shown = due.arrival, celery_internals.shown
+        why = REASONS[verdict].format(key=shown(arrival.key), job=shown(arrival.job))
+        logger.info("Task %s[%s] does not run: %s.", shown(due.delivery.task), due.shown_id, why)
         run = partial(self._run_strategy, due)
-        discard_as_revoked(self._consumer, due.arrival.task_id, run)
+        discard_as_revoked(self._consumer, arrival.task_id, run)
         self._signal(DISCARDED[verdict], due)
 
     def _count(self, due: _Due, verdict: Verdict) -> None:

@@ -81,7 +81,10 @@ def _where(destination: str, queue: str | None, tolerance_ms: int) -> bytes:
 
 
 #: The fields of a record, as ``shared.lua`` names them.
-_FIELDS = ("cancelled", "ran", "waits", "due", "not_before", "order", "kind", "key", "job", "sent")
+_FIELDS: Final = (
+    *("cancelled", "ran", "waits", "due", "not_before", "order", "dropped"),
+    *("kind", "key", "job", "sent"),
+)
 
 
 class TaskState(Enum):
@@ -99,6 +102,9 @@ class TaskState(Enum):
     #: A newer task was sent under the task's key.
     SUPERSEDED = "superseded"
 
+    #: The task arrived, but its job was aborted or had expired.
+    EXPIRED = "expired"
+
     #: The task was postponed, and is otherwise unknown.
     NOTED = "noted"
 
@@ -112,8 +118,8 @@ class Record(NamedTuple):
             unknown.
         postponed_ms: The due time that it was postponed to; None if it was not.
         name: Its name, if it is tracked and waits.
-        key: Its key, if it waits.
-        job: Its job, if it is tracked and waits.
+        key: Its key, if it waits or is superseded.
+        job: Its job, if it is tracked and waits, or has expired.
         sent_ms: When it was sent, if it is tracked and waits.
     """
 
@@ -138,10 +144,10 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
         RegistryUnavailable: Redis did not answer, or the record cannot be read.
     """
     (found,) = registry.index.fields([task_id], *_FIELDS)
-    *numbers, kind, key, job, sent = found
-    if not any(numbers):
+    *noted, kind, key, job, sent = found
+    if not any(noted):
         return None
-    cancelled, ran, waits, due, not_before, order = numbers
+    cancelled, ran, waits, due, not_before, order, dropped = noted
     newest = registry.newest_under(key)[0] if key else ""
     try:
         life = waits.partition(".")[0] if waits else ""  # "?..." if its sender could not ask Redis
@@ -152,6 +158,10 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
             state = TaskState.SUPERSEDED
         elif waits:
             state = TaskState.WAITING
+        elif dropped:
+            verdict, _, by = dropped.partition(" ")
+            state = TaskState(verdict)
+            key, job = (by, None) if state is TaskState.SUPERSEDED else (None, by)
         else:
             state = TaskState.ARRIVED if ran else TaskState.NOTED
         due_ms = int(due) if waits else None
@@ -211,13 +221,14 @@ class KnownTask:
 
     Attributes:
         task_id: Its id.
-        state: ``waiting``, ``arrived`` (at a worker), ``cancelled``, ``superseded``, or ``noted``
-            (postponed, but otherwise unknown).
+        state: ``waiting``, ``arrived`` (at a worker), ``cancelled``, ``superseded``, ``expired``
+            (its job was aborted or has expired), or ``noted`` (postponed, but otherwise unknown).
         due: When it is due, if it waits.
         postponed: The due time that it was postponed to.
         sent: When it was sent, if it is tracked and waits.
-        key: Its key, if it waits.
-        job: Its job. This field and the next ones are known for waiting tracked tasks only.
+        key: Its key, if it waits or is superseded.
+        job: Its job. This field and the next ones are known for waiting tracked tasks only; the job
+            and its state also for expired tasks.
         job_state: ``open``, ``committed`` or ``aborted``; None if the job no longer exists.
         task: Its name.
         args: Its positional arguments as text: Celery's ``argsrepr``.
@@ -282,6 +293,8 @@ def known_task(registry: Registry, task_id: str, layout: Layout, look: Look) -> 
         return None
     facts = MessageFacts.of(registry.index.messages([task_id])[0])
     job = registry.jobs.state(record.job) if record.job else None
+    if record.state is TaskState.EXPIRED:
+        job = JobState.ABORTED  # a later job may have the same name
     waits = record.state is TaskState.WAITING
     in_queue: Mapping[str, int] | None = None
     pauses, may_be_in, backlog = list[Paused](), dict[str, int](), NO_BACKLOG

@@ -208,9 +208,10 @@ class Registry:
                 *(each.copy, str(each.ticket.life), each.attempt, str(min(each.due_ms, latest))),
                 *(each.once, f"{each.mark.name}.{each.mark.generation}.{each.name}"),
                 *(f".{'.'.join(each.mark.former)}.", each.heir_of, each.has_options),
-                *(min(each.put_back_ms, latest), words.get(number, "run"), bool(each.paused_ms)),
+                *(min(each.put_back_ms, latest), word, each.dropped_by(word), bool(each.paused_ms)),
             )
             for number, each in enumerate(arrivals)
+            for word in (words.get(number, "run"),)
         ]
         records = self._keys("task", [each.task_id for each in arrivals])
         call = ScriptCall("arrive", records, fields, self.keep_ms, (int(notes),))

@@ -112,7 +112,7 @@ class RecordedRegistry(Registry):
         if listing is not None:
             kind = Kind(listing.name, listing.queue).text
             known |= {"kind": kind, "job": listing.job or None, "sent": noted.sent_ms}
-        known["key"] = noted.key or None
+        known |= {"key": noted.key or None, "dropped": record.dropped or None}
         return {name: str(value) for name, value in known.items() if value is not None}
 
     def now_ms(self) -> int:

@@ -30,6 +30,7 @@ ENDED: Final = {
     "the worker's log and the result backend.",
     TaskState.NOTED: "The task was postponed, but the registry does not know its message.",
     TaskState.SUPERSEDED: "A newer task was sent under the same key. This task will not run.",
+    TaskState.EXPIRED: "Its job was aborted or has expired. This task will not run.",
 }
 
 
@@ -157,6 +158,8 @@ def reasons(request: ViewRequest, task: KnownTask, backlog: Backlog) -> list[Rea
     if state is TaskState.SUPERSEDED:
         search = shown.quoted(str(Term.of("key", task.key or "")))
         return [Reason(ENDED[state], "waiting", f"q={search}")]
+    if state is TaskState.EXPIRED:
+        return [Reason(ENDED[state], "jobs/one", f"name={shown.quoted(task.job or '')}")]
     if state is not TaskState.WAITING:
         return [Reason(ENDED[state])]
     found = list(_held_back(request.site, task))

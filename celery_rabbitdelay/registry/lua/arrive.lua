@@ -6,8 +6,9 @@
 --       the mark of this arrival, the names of the arrivals that put the message back (between dots), the
 --       latest generation of which it may replace any arrival, whether it has an option of the registry,
 --       until when it was put back last, the verdict of its key and job ("run", "later", "expired",
---       "superseded" or "replaced", or a text that begins with "!" if one of them cannot be read), and
---       whether it is paused; then whether to record the decision ("1")
+--       "superseded" or "replaced", or a text that begins with "!" if one of them cannot be read), the
+--       reason to record if that verdict drops the task, and whether it is paused; then whether to record
+--       the decision ("1")
 -- Returns per task the verdict, "paused" if only a pause keeps it from running, or the due time that it
 -- was postponed to.
 
@@ -22,7 +23,7 @@ local function follows(first, mark, former, heir_of)
 end
 
 local function arrive(record, copy, life, attempt, due, queue, mark, former, heir_of, has_options, put_back,
-  word, is_paused)
+  word, dropped, is_paused)
   due = tonumber(due)
   local full = attempt_in(life, copy, attempt)
   local won, once = 'won:' .. full, 'once:' .. attempt .. '@' .. queue
@@ -52,6 +53,10 @@ local function arrive(record, copy, life, attempt, due, queue, mark, former, hei
     if word == 'superseded' or word == 'replaced' or word == 'expired' then
       if notes and waits == full and redis.call('HGET', record, 'copy') == copy then
         settle(record)
+        if dropped ~= '' then
+          redis.call('HSET', record, 'dropped', dropped)
+          keep(record, math.max(due, now_ms) + keep_ms, now_ms)
+        end
       end
       return word
     end
@@ -84,6 +89,8 @@ local function arrive(record, copy, life, attempt, due, queue, mark, former, hei
       redis.call('HSET', record, won, copy, 'ran', math.max(tonumber(ran or '0'), tonumber(life), 0))
       if waits == full then
         settle(record)
+      else
+        redis.call('HDEL', record, 'dropped')
       end
     end
     if queue ~= '' then

@@ -7,6 +7,8 @@
 --   once:ATTEMPT   with "@" and a queue: the mark of the last message that was allowed to run there: its
 --                  name, the number of times it was put back, and its arrival's name, separated by dots
 --   ran            the latest life of which a message was allowed to run
+--   dropped        "superseded" and the key, or "expired" and the job, if the last attempt was dropped when
+--                  it arrived, and no message has run since; no script reads it
 --
 -- and for the registered attempt that waits:
 --
@@ -108,7 +110,7 @@ end
 -- Delete the fields of the waiting attempt.
 local function settle(record)
   unlist(record)
-  redis.call('HDEL', record, 'waits', 'copy', 'due', 'key', 'order')
+  redis.call('HDEL', record, 'waits', 'copy', 'due', 'key', 'order', 'dropped')
 end
 
 local function attempt_in(life, copy, attempt)

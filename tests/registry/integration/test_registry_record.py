@@ -54,6 +54,16 @@ def test_the_state_of_a_task_is_that_by_which_it_is_decided_about(registry: Regi
     registry.register([older, newer])
     assert state_of(registry, "older") is TaskState.SUPERSEDED
     assert state_of(registry, "newer") is TaskState.WAITING
+    # It stays superseded when it has arrived, also if it is then postponed or its key is forgotten.
+    verdict(registry, older)
+    registry.postpone("older", later)
+    registry.store.commands(lambda pipe: pipe.delete(registry.names.of("key", "order:7")))
+    record = record_of(registry, "older")
+    assert record is not None
+    assert record[:5] == (TaskState.SUPERSEDED, None, later, None, "order:7")
+    # Sent anew, it waits.
+    registry.register([tracked("older")])
+    assert state_of(registry, "older") is TaskState.WAITING
 
 
 def test_a_record_that_cannot_be_read_is_an_error(registry: Registry) -> None:

@@ -22,6 +22,7 @@ from celery_rabbitdelay.registry.decision import (
     new_copy,
 )
 from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.registry.registry import Earlier, Registry
 from tests.registry.integration.registering import MARGIN_MS, RedisSetup, now_ms
 from tests.registry.registry_message import Message
@@ -82,6 +83,24 @@ class Sequence:
             self.chance.choice(steps)()
             is_listed = bool(self.registry.index.tasks([self.task_id]))
             assert is_listed == self.is_listed, (is_listed, self.record, self.told)
+            found = record_of(self.registry, self.task_id)
+            shown = "unknown" if found is None else f"{found.state.value} {found.key} {found.job}"
+            assert shown.startswith(self.shown), (shown, self.shown, self.record, self.told)
+
+    @property
+    def shown(self) -> str:
+        """How the state of the task has to begin."""
+        record = self.record
+        if record.is_cancelled(record.life):
+            return "cancelled"
+        if record.waits is not None:
+            return "superseded" if 0 < record.order < self.newest else "waiting"
+        if record.dropped:
+            verdict, _, by = record.dropped.partition(" ")
+            return f"{verdict} {by} None" if verdict == "superseded" else f"{verdict} None {by}"
+        if record.ran is not None:
+            return "arrived"
+        return "unknown" if record.not_before is None else "noted"
 
     def ms(self, due: int) -> int:
         return self.base_ms + due * 1000
@@ -129,7 +148,9 @@ class Sequence:
         word = self.word(message)
         self.claim(message, self.task_id)
         arrival = self.arrival(message)
-        given = (message.arrival(arrival.name, self.is_paused), word, message.is_old)
+        sent = message.arrival(arrival.name, self.is_paused)
+        sent = sent._replace(key=arrival.key, job=arrival.job)
+        given = (sent, word, message.is_old)
         self.record, expected = model.arrive(self.record, *given)
         (decision,) = self.registry.decide([arrival])
         self.is_listed &= self.record.waits is not None

@@ -20,6 +20,7 @@ from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import shard_of
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import free_port
+from tests import json_schemas
 from tests.kernel.integration.notes import Notes, listening
 from tests.kernel.integration.shop import PATIENCE, make_app, named
 from tests.kernel.integration.waited import assert_waited
@@ -108,10 +109,11 @@ def test_what_is_decided_about_a_task_that_waits_becomes_of_it(
     noted.send("newer", delay=DELAY - 1, key="k")
     for decide in (partial(delays.postpone, delay=DELAY + 5), delays.cancel):
         assert decide(results["superseded"]) is Outcome.CANCELLED
+    # Workers of Celery 5.5 mark a revoked task when it arrives, later ones when they are told.
+    told = REVOKED if celery.VERSION >= (5, 6) else "PENDING"
+    wait_for(lambda: results["superseded"].state == told, "the revoke", PATIENCE)
     # A result that was made of an id belongs to the same application.
     states = [shop.AsyncResult(results[each].id).state for each in DECIDED]
-    # Workers of Celery 5.5 mark a revoked task when it arrives, later ones at once.
-    told = REVOKED if celery.VERSION >= (5, 6) else "PENDING"
     assert states == [REVOKED, told, "PENDING", "DELAYED", "PENDING", "DELAYED", told]
 
     noted.until(DELAY + 1)
@@ -252,6 +254,44 @@ def test_of_the_tasks_under_each_key_the_newest_runs_and_of_copies_one(
         noted.send("once", delay=DELAY, task_id=task_id, once=True)
     expected = ["newest at once", "newest delayed", "once", *[f"row {at}" for at in (6, 7, 8)] * 2]
     assert sorted(noted.until(DELAY)) == sorted(expected)
+
+
+def test_show_says_why_a_task_does_not_run_before_and_after_it_was_due(
+    shop: Any, noted: Notes, module_worker: Worker
+) -> None:
+    delays, job, key = shop.rabbitdelay, f"import-{uuid4().hex}", f"order:{uuid4().hex}"
+    due = {"eta": datetime.now(UTC) + timedelta(seconds=DELAY)}
+    delays.open_job(job, expires=600)
+    in_envelope = [uuid4().hex for _ in range(2)]
+    rows = [noted.row("in an envelope", task_id=each, **due) for each in in_envelope]
+    delays.send_many("note", rows, job=job, track=True)
+    older = noted.send("older", key=key, **due).id
+    in_job = noted.send("in a job", job=job, track=True, **due).id
+    cancelled = noted.send("cancelled", track=True, **due).id
+    noted.send("newer", key=key, **due)
+    delays.abort_job(job)
+    delays.cancel(cancelled)
+    ids = [older, cancelled, in_job, *in_envelope]
+
+    def shown() -> list[tuple[str | None, ...]]:
+        found = [delays.show(each) for each in ids]
+        return [(each.state, each.key, each.job, each.job_state) for each in found]
+
+    ended = [("superseded", key, None, None), ("cancelled", None, None, None)]
+    assert shown() == [*ended, *[("waiting", None, job, "aborted")] * 3]
+    expired = [*ended, *[("expired", None, job, "aborted")] * 3]
+    wait_for(lambda: shown() == expired, "the end of all tasks", PATIENCE)
+    wait_for(lambda: noted() == ["newer"], "the newest task of the key", PATIENCE)
+    printed = [json_schemas.invoke(shop, ["show", each]).stdout.split() for each in (older, in_job)]
+    assert printed[0] == [f"{older}:", "superseded", "key", key]
+    assert printed[1] == [f"{in_job}:", "expired", "job", f"{job},", "aborted"]
+    why = {
+        older: f"it is superseded by a newer task with the key '{key}'",
+        in_job: f"its job '{job}' was aborted or has expired",
+        cancelled: "it was cancelled",
+    }
+    lines = [f"Task note[{task_id}] does not run: {each}." for task_id, each in why.items()]
+    wait_for(lambda: all(each in module_worker.log for each in lines), "the log", PATIENCE)
 
 
 def test_a_key_names_one_task(shop: Any, noted: Notes) -> None:

@@ -86,8 +86,15 @@ def test_the_registry_is_asked_once_for_all_tasks_of_an_envelope_and_they_go_on_
 def test_the_messages_of_an_envelope_go_on_as_the_registry_says(
     decisions: list[Decision], expected: list[str]
 ) -> None:
-    found = distributed_by(lambda arrivals, notes: decisions, tasks(len(decisions)))
-    assert ids(found) == expected
+    recorded: list[str] = []
+
+    def decide(arrivals: Sequence[Arrival], notes: bool) -> Sequence[Decision]:
+        recorded.extend(each.task_id for each in arrivals if notes)
+        return decisions
+
+    assert ids(distributed_by(decide, tasks(len(decisions)))) == expected
+    # No worker will record the end of a task that is dropped here.
+    assert recorded == [str(at) for at, one in enumerate(decisions) if one is EXPIRED]
 
 
 @frozen(DUE / 1000)

@@ -22,6 +22,7 @@ from celery.result import GroupResult
 from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.testing import Travel, recorded
 from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.testing.integration import playing
@@ -207,7 +208,15 @@ class Player:
         return round((instant - instant_of(self.began_ms)).total_seconds())
 
     def states(self) -> Any:
-        return [[each.state for each in _all(result)] for result in self.results]
+        return [[(each.state, self.noted(each.id)) for each in _all(it)] for it in self.results]
+
+    def noted(self, task_id: str) -> Any:
+        """Return what ``show`` says about a task, without the queues that it may be in."""
+        record = record_of(app.rabbitdelay.registry, task_id)
+        return record and (record.state.value, self.own_part(record.key), self.own_part(record.job))
+
+    def own_part(self, name: str | None) -> str | None:
+        return name and name.removeprefix(f"{self.name}.")
 
 
 def _runs_at_once(call: Any) -> bool:

@@ -318,8 +318,9 @@ def test_chains_and_results_need_no_server(shop: Any) -> None:
 def test_the_registry_decides_in_memory(shop: Any) -> None:
     remind, delays = shop.tasks["shop.remind"], shop.rabbitdelay
     with recorded(shop) as sent:
-        for number in (1, 2):
-            remind.apply_async((number,), delay=number * DAYS, key="order:1")  # the newest runs
+        older, _ = (
+            remind.apply_async((number,), delay=number * DAYS, key="order:1") for number in (1, 2)
+        )
         tracked = remind.apply_async((6,), delay=9 * DAYS, key="order:6", track=True)
         assert [each.task_id for each in delays.pending(task="shop.remind")] == [tracked.id]
         assert delays.postpone(key="order:6", delay=3 * DAYS) is Outcome.DONE
@@ -330,5 +331,13 @@ def test_the_registry_decides_in_memory(shop: Any) -> None:
             assert sent.run_due(within=0) == []
         with pytest.raises(JobClosed):
             remind.apply_async((8,), job="import")
+        delays.open_job("failed", expires=3600)
+        expired = remind.apply_async((9,), delay=60, job="failed", track=True)
+        delays.abort_job("failed")
         sent.run_due()
+        shown = [delays.show(each) for each in (older, expired)]
+        assert [(each.state, each.key, each.job) for each in shown] == [
+            ("superseded", "order:1", None),
+            ("expired", None, "failed"),
+        ]
     assert done == [7, 2, 3, 6]

@@ -24,6 +24,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ATTEMPTS, FAILED_SINCE, FIRST_REASON
 from celery_rabbitdelay.operations.undeliverable import UndeliverableFilter
 from celery_rabbitdelay.publishing.declaration import declare_destination, queue_counts
+from celery_rabbitdelay.registry.decision import Arrival
 from celery_rabbitdelay.registry.index import SHARDS, Filter, Index, Kind, shard_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application, now, site, task, undeliverable, workers
@@ -525,12 +526,17 @@ def test_the_story_of_a_task_says_where_it_is_and_why_it_has_not_run(shop: Any) 
     send(shop, key=key)
     assert "newer task was sent under the same key" in why_not(browser, task_id)[0]
     delays.open_job(job, expires=HOUR)
-    (of_job,) = send(shop, job=job)
+    of_job, arrived = send(shop, 2, job=job)
     assert "Its job is open" in why_not(browser, of_job)[1]
     delays.abort_job(job)
     assert "Its job was aborted" in why_not(browser, of_job)[1]
     delays.cancel(of_job)
     assert why_not(browser, of_job) == ["The task was cancelled and will not run."]
+    [(copy, due)] = delays.registry.index.fields([arrived], "copy", "due")
+    delays.registry.decide([Arrival(arrived, int(due), copy=copy, job=job)])
+    [told] = browser.json("/waiting/task", id=arrived)["why_not_run"]
+    assert (told["words"][:19], told["page"]) == ("Its job was aborted", "jobs/one")
+    assert f"{job}, aborted" in read(browser.get(f"/waiting/task?id={arrived}").text).text
     assert browser.json("/waiting/task", id="nobody's")["task"] is None
 
 
