@@ -16,11 +16,13 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
 from celery import chain
 from kombu import Exchange, Queue
+from redis import Redis
 
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from tests.celery_process import REPOSITORY
@@ -54,7 +56,7 @@ app.conf.task_queues = [
 if "PLAIN" not in os.environ:
     app.conf.update(
         rabbitdelay_layout=[("seconds", int(os.environ["CAPACITY"]), 1), ("ms", 10, 0.1)],
-        rabbitdelay_registry_url=os.environ["REDIS"],
+        rabbitdelay_registry_url=os.environ["REGISTRY"],
         rabbitdelay_registry_options={"socket_timeout": 10},
     )
 
@@ -88,12 +90,13 @@ class Shop:
             "PYTHONPATH": f"{REPOSITORY}:{folder}",
             "BROKER": broker,
             "REDIS": redis.url,
+            "REGISTRY": redis.url.rpartition("/")[0] + "/1",
             "CAPACITY": f"{capacity}",
             "C_FORCE_ROOT": "1",
         }
         names: dict[str, Any] = {"__name__": "shop"}
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("BROKER", "REDIS", "CAPACITY"):
+            for name in ("BROKER", "REDIS", "REGISTRY", "CAPACITY"):
                 patch.setenv(name, self.environment[name])
             exec(SHOP, names)
         self.app = names["app"]
@@ -128,8 +131,8 @@ class Shop:
         return ran()
 
     def status(self) -> str:
-        """Return what the command prints."""
-        return self.run("celery -A shop rabbitdelay status")
+        """Return what the command prints; it ends with 1 while nobody serves the modules."""
+        return self.run("celery -A shop rabbitdelay status || [ $? = 1 ]")
 
     def waiting(self) -> dict[str, int]:
         """Return how many messages wait in the levels and the modules' queues, where some do."""
@@ -172,7 +175,7 @@ def send_each_kind(app: Any) -> None:
     send = partial(remind.apply_async, delay=DELAY)
     send(("plain",))
     for name in ("older", "newer"):
-        send((name,), key="order:7")
+        send((name,), key="Ada's order 7")
     delays.cancel(send(("cancelled",), track=True))
     for _ in range(2):
         send(("once",), task_id="once", once=True)
@@ -287,17 +290,15 @@ def test_with_a_registry_nothing_that_was_cancelled_is_moved(shop: Shop) -> None
     program = page.files["empty_levels.py"]
     assert program.count(before) == 1
     program = program.replace(before, page.with_registry + before)
-    # Workers hold tasks with an eta, so the messages stay to be looked at.
-    program = program.replace(
-        'task_default_exchange_type="topic"', 'task_default_exchange_type="direct"'
-    )
+    # For plain countdown, without these lines.
+    for setting in ("queue_type", "exchange_type"):
+        program, left_out = re.subn(rf"    task_default_{setting}=.*\n", "", program)
+        assert left_out == 1
     (shop.folder / "empty_levels.py").write_text(program)
     shop.run("celery -A shop rabbitdelay declare --queues")
     delays, remind = shop.app.rabbitdelay, shop.app.tasks["shop.remind"]
     with shop.app.connection_for_write() as connection:
-        Queue("orders", Exchange("orders"), "orders", queue_arguments={"x-queue-type": "quorum"})(
-            connection.default_channel
-        ).declare()
+        Queue("orders", Exchange("orders"), "orders")(connection.default_channel).declare()
     send = partial(remind.apply_async, delay=LONG_DELAY)
     expected = {send(("plain",)).id, send(("tracked",), track=True).id}
     delays.cancel(send(("cancelled",), track=True))
@@ -318,8 +319,15 @@ def test_with_a_registry_nothing_that_was_cancelled_is_moved(shop: Shop) -> None
     with shop.app.connection_for_write() as connection:
         queue, found = Queue("orders")(connection.default_channel), set[str]()
         while message := queue.get(no_ack=True):
+            assert message.headers["eta"]  # plain workers hold it until then
             found.add(message.headers["id"])
     assert found == expected
+
+
+def _keys(shop: Shop) -> list[str]:
+    """Return the keys of the registry."""
+    with Redis.from_url(shop.environment["REGISTRY"], decode_responses=True) as client:
+        return list(client.scan_iter("*"))
 
 
 def test_the_page_s_commands_lose_nothing_and_run_nothing_that_was_cancelled(shop: Shop) -> None:
@@ -340,10 +348,12 @@ def test_the_page_s_commands_lose_nothing_and_run_nothing_that_was_cancelled(sho
             ours.stop()
             assert shop.is_empty()
         if command.startswith("redis-cli"):
-            command = command.replace("redis-cli", f"redis-cli -u {shop.environment['REDIS']}")
+            assert len(kept := _keys(shop)) > 5
+            assert any("Ada's order 7" in key for key in kept)
+            port = urlsplit(shop.environment["REGISTRY"]).port
+            command = command.replace("redis-cli", f"redis-cli -p {port}")
         shop.run(command, *shown)
-    redis: Any = shop.app.backend.client
-    assert not redis.keys("rabbitdelay:*")
+    assert _keys(shop) == []
     assert json.loads((shop.folder / "schedules.json").read_text())["schedules"]
     # On the old queues, plain workers find nothing that should not run.
     last = ["last on celery", "last on news"]
