@@ -113,7 +113,8 @@ def _with_held(
     except ManagementUnavailable as error:
         click.echo(
             "Warning: cannot count the due messages that the levels hold because a task queue "
-            f"refuses them; check the management page before you delete. {error}",
+            "refuses them; check before you delete that no task queue has reached its length "
+            f"limit. {error}",
             err=True,
         )
     return {

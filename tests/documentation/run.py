@@ -27,7 +27,7 @@ TIMEOUT: Final = 300
 _ID: Final = re.compile(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 _PORT: Final = re.compile(r"(?<=127\.0\.0\.1:)\d+")
 _SERVES: Final = re.compile(r"celery .*\b(worker|rabbitdelay web)\b|uvicorn |flask .*\brun\b")
-_READS: Final = re.compile(r"(sudo )?rabbitmqctl .*\blist_")
+_READS: Final = re.compile(r"(sudo )?rabbitmqctl .*\blist_|celery .* rabbitdelay status$")
 _HOST: Final = re.compile(r"\b\w+@[\w.-]+")
 _NUMBER: Final = re.compile(r"\d[\d,.:]*")
 
@@ -128,7 +128,7 @@ class _Page:
             server.start()
             wait_for(lambda: not _lacking(shown, server.log), f"{command}: {shown}", TIMEOUT)
         elif _READS.match(command):
-            # RabbitMQ's own figures are some seconds old: a reader looks again.
+            # RabbitMQ's own figures are some seconds old, probes come later: a reader looks again.
             wait_for(lambda: not _lacking(shown, _output(command)), f"{command}: {shown}", TIMEOUT)
         else:
             printed = _output(command)
