@@ -216,7 +216,8 @@ class Distribution:
                     self._check(message.headers, envelope, item)
                     is_shared_checked |= not is_own
                 if self.asked is not None:
-                    read.append(header_names.parse({**envelope.headers, **item.headers})[0])
+                    inner, _ = header_names.parse({**envelope.headers, **item.headers})
+                    read.append(_under(message.headers, inner))
         except InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
         answer = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -18,6 +19,7 @@ from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.application import (
+    EXPIRED,
     RegistryOptions,
     RegistrySettings,
     check_options,
@@ -104,7 +106,25 @@ class RegistryAddition(Addition):
         goes_on = any(one.verdict is Verdict.RUN or one.is_new_due for one in decisions)
         if waits and not goes_on:
             return min(decision.until_ms for decision in waits)
-        return [decision.verdict is not Verdict.EXPIRED for decision in decisions]
+        goes = [decision.verdict is not Verdict.EXPIRED for decision in decisions]
+        self._count_expired([one for one, is_sent in zip(inner, goes, strict=True) if not is_sent])
+        return goes
+
+    def _count_expired(self, dropped: Sequence[DelayHeaders]) -> None:
+        """Count and log the dropped tasks of an envelope."""
+        if not dropped:
+            return
+        logger.info("%d tasks of an envelope do not run: their job is aborted.", len(dropped))
+        # A message alone does not name a task.
+        counts = Counter(
+            (
+                name if (name := str(one.others.get("task"))) in self.delays.app.tasks else "",
+                str(one.routing_key) if one.exchange == "" else "",
+            )
+            for one in dropped
+        )
+        for labels, count in counts.items():
+            self.delays.recorder.record({EXPIRED: count}, *labels)
 
     def note_arrived(self, note: WaitingMessage) -> Due | None:
         """Record a job's commit again, in case it was lost; without Redis, the note waits."""

@@ -19,6 +19,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, duration_text, instant_of
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
+from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.record import KnownTask
 from celery_rabbitdelay.registry.waiting import Filters
@@ -78,7 +79,10 @@ def pending(limit: int, **filters: Unpack[Filters]) -> None:
         shown = list(islice(delays.pending(**filters), limit))
         since = delays.pending_since()
     more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
-    last = f"{count:,} tracked tasks wait{more}; the list is complete since {shared.local(since)}"
+    last = (
+        f"{count:,} tracked tasks wait{more} (untracked ones are not listed: see status); "
+        f"the list is complete since {shared.local(since)}"
+    )
     found = {"count": count, "since": since, "tasks": [task._asdict() for task in shown]}
     shared.answer(found, chain(_table(shown), [last]))
 
@@ -209,7 +213,10 @@ def cancel(
     yes: bool,
     **filters: Any,
 ) -> None:
-    """Cancel waiting tasks: by ids, by key, or all tracked tasks that match filters."""
+    """Cancel waiting tasks: by ids, by key, or all tracked tasks that match filters.
+
+    An open job, given by --job alone, is aborted, with all its tasks, tracked or not.
+    """
     if not any(filters.values()):
         if dry_run:
             raise click.UsageError("--dry-run needs --task, --job, --due-before or --due-after")
@@ -219,17 +226,47 @@ def cancel(
         raise click.UsageError("filters exclude ids, --key and --also-future")
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
+    job = filters["job"]
     with with_registry() as delays:
         sent_before = instant_of(delays.registry.now_ms() + 1)
+        state = delays.registry.jobs.state(job) if job else None
         count = delays.count(**filters)
+        if state is JobState.OPEN:
+            if [name for name, value in filters.items() if value] != ["job"]:
+                raise click.UsageError(
+                    f"job {job!r} is open, and no part of an open job can be cancelled: use job "
+                    f"abort {job}, or --job without other filters"
+                )
+            _abort(delays, job, count, dry_run, yes)
+            return
         if count and not (yes or dry_run):
             click.confirm(f"Cancel {count:,} waiting tracked tasks?", abort=True)
         cancelled = 0
         if count and not dry_run:
             cancelled = delays.cancel_pending(**filters, sent_before=sent_before)
+    line = f"{count:,} would be cancelled" if dry_run else f"{cancelled:,} cancelled"
+    if job:
+        line = f"job {job!r} is {'unknown' if state is None else state.value}: {line}"
+    answer = {"count": count, "cancelled": cancelled, "dry_run": dry_run, "aborted": False}
+    shared.answer(answer, [line])
+    if job and state is None and not count:
+        raise SystemExit(shared.FAILED)
+
+
+def _abort(delays: RabbitDelay, job: str, count: int, dry_run: bool, yes: bool) -> None:
+    """Abort an open job, of which ``count`` tracked tasks wait, as ``cancel(job=...)`` does."""
+    tasks = "with all its tasks, tracked or not"
+    if not (yes or dry_run):
+        click.confirm(f"Abort the open job {job!r}, {tasks}?", abort=True)
+    if not dry_run:
+        delays.abort_job(job)
     shared.answer(
-        {"count": count, "cancelled": cancelled, "dry_run": dry_run},
-        [f"{count:,} would be cancelled" if dry_run else f"{cancelled:,} cancelled"],
+        {"count": count, "cancelled": 0, "dry_run": dry_run, "aborted": not dry_run},
+        [
+            f"job {job!r} is open: it would be aborted, {tasks}"
+            if dry_run
+            else f"job {job!r} is aborted, {tasks}"
+        ],
     )
 
 

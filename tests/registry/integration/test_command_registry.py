@@ -46,7 +46,9 @@ def test_pending_lists_the_tasks_that_wait(shop: Any) -> None:
     lines = invoke(shop, "pending").stdout.splitlines()
     assert lines[0].split() == ["due", "in", "task", "id", "key", "job"]
     assert (first in lines[1], second in lines[2]) == (True, True)
-    assert lines[3].startswith("2 tracked tasks wait; the list is complete since ")
+    assert lines[3].startswith(
+        "2 tracked tasks wait (untracked ones are not listed: see status); the list is complete since "
+    )
     for options, shown in {
         "--limit 1": [first],
         f"--key {key}": [first],
@@ -162,15 +164,18 @@ def test_the_command_asks_before_it_cancels_those_of_a_filter(shop: Any) -> None
         if job:
             shop.rabbitdelay.open_job(job, expires=60)
         send(shop, 3600, **({"job": job} if job else {}))
+    shop.rabbitdelay.commit_job("imports")
     refused = invoke(shop, "cancel --job imports", "n\n")
     assert "Cancel 1 waiting tracked tasks?" in refused.stdout
     assert (refused.exit_code, shop.rabbitdelay.count()) == (1, 4)
-    assert invoke(shop, "cancel --job imports", "y\n").stdout.endswith("1 cancelled\n")
+    assert invoke(shop, "cancel --job imports", "y\n").stdout.endswith(
+        "job 'imports' is committed: 1 cancelled\n"
+    )
     now = datetime.now(UTC).isoformat()
     told = answer(shop, f"cancel --due-after {now} --dry-run", "cancel")
-    assert told == {"count": 3, "cancelled": 0, "dry_run": True}
+    assert told == {"count": 3, "cancelled": 0, "dry_run": True, "aborted": False}
     told = answer(shop, f"cancel --due-before {now} --yes", "cancel")
-    assert told == {"count": 0, "cancelled": 0, "dry_run": False}
+    assert told == {"count": 0, "cancelled": 0, "dry_run": False, "aborted": False}
     for options, why in (
         ("--dry-run", "--dry-run needs --task, --job, --due-before or --due-after"),
         ("x --task look", "filters exclude ids, --key and --also-future"),
@@ -181,6 +186,30 @@ def test_the_command_asks_before_it_cancels_those_of_a_filter(shop: Any) -> None
         assert wrong.exit_code == 2
         assert why in " ".join(wrong.stderr.split())
     assert shop.rabbitdelay.count() == 3
+
+
+def test_an_open_job_is_aborted_with_its_untracked_tasks(shop: Any) -> None:
+    job = f"import-{uuid4().hex}"
+    unknown = invoke(shop, f"cancel --job {job} -y")
+    assert unknown.stdout == f"job '{job}' is unknown: 0 cancelled\n"
+    assert unknown.exit_code == 1
+    shop.rabbitdelay.open_job(job, expires=60)
+    shop.tasks["look"].apply_async(delay=3600, job=job)
+
+    def state() -> str:
+        return str(answer(shop, f"job show {job}", "job")["state"])
+
+    beside = invoke(shop, f"cancel --job {job} --task look -y")
+    assert (beside.exit_code, state()) == (2, "open")
+    assert f"use job abort {job}" in " ".join(beside.stderr.split())
+    would = invoke(shop, f"cancel --job {job} --dry-run").stdout
+    assert would == (
+        f"job '{job}' is open: it would be aborted, with all its tasks, tracked or not\n"
+    )
+    assert (invoke(shop, f"cancel --job {job}", "n\n").exit_code, state()) == (1, "open")
+    told = answer(shop, f"cancel --job {job} --yes", "cancel")
+    assert told == {"count": 0, "cancelled": 0, "dry_run": False, "aborted": True}
+    assert state() == "aborted"
 
 
 @pytest.mark.parametrize("command", ["cancel", "postpone --delay 60"])

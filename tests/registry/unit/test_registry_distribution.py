@@ -1,5 +1,6 @@
 """What the registry says of envelopes and of notes that distribution has received."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import WaitingMessage
+from celery_rabbitdelay.registry import application
 from celery_rabbitdelay.registry.addition import RegistryAddition
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.registry import Breaker
@@ -24,7 +26,11 @@ from tests.kernel.unit.test_distribution import DUE, QUEUE, TOPOLOGY, letter, ta
 
 def distribution_with(**registry: Any) -> Distribution:
     """Return a distribution that asks a registry, of which these methods are faked."""
-    delays = mock.Mock()
+    return distribution_of(mock.Mock(), **registry)
+
+
+def distribution_of(delays: mock.Mock, **registry: Any) -> Distribution:
+    delays.app.tasks = {"remind": None}
     delays.part.return_value = mock.Mock(breaker=Breaker(), **registry)
     return Distribution(TOPOLOGY, asked=RegistryAddition(delays))
 
@@ -95,6 +101,24 @@ def test_the_messages_of_an_envelope_go_on_as_the_registry_says(
     assert ids(distributed_by(decide, tasks(len(decisions)))) == expected
     # No worker will record the end of a task that is dropped here.
     assert recorded == [str(at) for at, one in enumerate(decisions) if one is EXPIRED]
+
+
+def test_the_tasks_that_are_dropped_with_their_job_are_counted_by_name_and_queue(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    delays = mock.Mock()
+    named = [Item(b"", {"id": "0", "task": "remind"}), Item(b"", {"id": "1", "task": "remind"})]
+    message = letter(*named, Item(b"", {"id": "2", "task": "a stranger's"}), Item(b"", {"id": "3"}))
+    message.properties["application_headers"] |= QUEUE
+    with caplog.at_level(logging.INFO):
+        decisions = [EXPIRED, EXPIRED, EXPIRED, CANCELLED]
+        distribution = distribution_of(delays, decide=lambda arrivals, notes: decisions)
+        assert ids(list(distribution.receive(message))) == ["3"]
+    assert delays.recorder.record.call_args_list == [
+        mock.call({application.EXPIRED: 2}, "remind", "queue"),
+        mock.call({application.EXPIRED: 1}, "", "queue"),
+    ]
+    assert "3 tasks of an envelope do not run: their job is aborted." in caplog.messages
 
 
 @frozen(DUE / 1000)
