@@ -64,6 +64,12 @@ def test_the_state_of_a_task_is_that_by_which_it_is_decided_about(registry: Regi
     # Sent anew, it waits.
     registry.register([tracked("older")])
     assert state_of(registry, "older") is TaskState.WAITING
+    # A retry of a superseded task, which the registry does not know of, runs.
+    first, second = (keyed(registry, name, "order:8") for name in ("first", "second"))
+    registry.register([first, second])
+    verdict(registry, first)
+    verdict(registry, sent("first", attempt="1.0"))
+    assert state_of(registry, "first") is TaskState.ARRIVED
 
 
 def test_a_record_that_cannot_be_read_is_an_error(registry: Registry) -> None:
