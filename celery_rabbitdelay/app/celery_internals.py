@@ -182,7 +182,7 @@ def check_arguments(task: Any, args: Iterable[object], kwargs: Mapping[str, obje
 
 
 def copied_as(cls: type[SignatureT], made: Signature[Any]) -> SignatureT:
-    """Copy a signature as an object of another class."""
+    """Copy a Celery signature to another class."""
     private: Any = made
     copy: Any = cls(made, app=private._app)  # type: ignore[arg-type]
     copy._type = private._type

@@ -70,7 +70,7 @@ class Report:
 
     @property
     def rate(self) -> float:
-        """Confirmed rows a second."""
+        """Confirmed rows per second."""
         return self.confirmed / self.seconds if self.seconds else 0.0
 
 

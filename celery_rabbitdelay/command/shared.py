@@ -149,7 +149,7 @@ class ParameterType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  #
 
     Args:
         name: The kind of parameter, for the help.
-        read: Returns the value of a text. It also gets the parameter's name, and raises
+        read: Parses the parameter's text. It also gets the parameter's name, and raises
             :class:`ValueError` with the reason.
     """
 
@@ -181,7 +181,7 @@ POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
 
 def answer(found: Mapping[str, object], lines: Iterable[str]) -> None:
-    """Print an object with ``--json``, and otherwise lines of text, if there are any.
+    """With ``--json``, print the object as JSON; otherwise, print the lines.
 
     Args:
         found: The object. Instants become ISO 8601, and other types that JSON lacks become text.

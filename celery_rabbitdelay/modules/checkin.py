@@ -218,7 +218,7 @@ class CheckIn:
         topology: The levels.
         allowed: Returns whether a message may go to an exchange (empty: the default one) with a
             routing key.
-        signing_keys: Signs accepted messages, for distribution; None: they stay unsigned.
+        signing_keys: The keys that sign accepted messages; None leaves them unsigned.
         trusts_clients: Whether a task may have callbacks, and everything else that
             :func:`checked_task` refuses.
         check_task: Returns whether a Celery worker may take a message for a task; raises

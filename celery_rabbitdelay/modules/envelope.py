@@ -128,8 +128,8 @@ class OpenedEnvelope:
         max_body_bytes: The largest body of a message in it.
 
     Attributes:
-        headers: The headers that all messages have.
-        properties: The AMQP message properties that all messages have.
+        headers: The headers shared by all messages.
+        properties: The AMQP message properties shared by all messages.
 
     Raises:
         InvalidEnvelope: The shared block cannot be read, or exceeds a limit.
@@ -186,7 +186,7 @@ def _next_block(file: BinaryIO, most: int, what: str) -> bytes | None:
 
     Args:
         file: The uncompressed blocks.
-        most: The maximum of bytes.
+        most: The limit, in bytes.
         what: The kind of block, for the error.
 
     Raises:

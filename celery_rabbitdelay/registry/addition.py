@@ -1,4 +1,4 @@
-"""The registry's implementation of the kernel's seams for additions."""
+"""Implements the kernel's extension hooks for the registry."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class RegistryAddition(Addition):
         """Count and log the dropped tasks of an envelope."""
         if not dropped:
             return
-        logger.info("%d tasks of an envelope do not run: their job is aborted.", len(dropped))
+        logger.info("Dropped %d tasks of an envelope: their job was aborted.", len(dropped))
         # A message alone does not name a task.
         counts = Counter(
             (

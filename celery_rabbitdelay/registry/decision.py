@@ -267,7 +267,7 @@ def attempt_of(retries: object, nesting: object) -> str:
 
     Args:
         retries: How often the task was retried: Celery's header ``retries``.
-        nesting: How often it was replaced: Celery's header ``replaced_task_nesting``.
+        nesting: Number of replacements: Celery's header ``replaced_task_nesting``.
     """
     counts = (count if is_int(count, 0, names.MAX_EXACT) else 0 for count in (retries, nesting))
     return ".".join(map(str, counts))

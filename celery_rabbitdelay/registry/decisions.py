@@ -250,10 +250,10 @@ class Decisions(BatchThread[_Due]):
             return
         fate = "run" if self._runs_without else "go back into the levels until it answers"
         logger.warning(
-            "The registry does not answer: delayed tasks with an option of the registry %s "
-            "(rabbitdelay_registry_down); all other tasks run: %s.",
-            fate,
+            "The registry does not answer (%s). Delayed tasks that use the registry %s "
+            "(rabbitdelay_registry_down). All other tasks run.",
             error,
+            fate,
         )
 
     def _later(self, away: float) -> Decision:

@@ -37,7 +37,7 @@ class RowRegistration:
     """Registers rows once the broker has confirmed them, many in one round trip.
 
     Args:
-        delays: The application's ``app.rabbitdelay``, whose registry is used where a row needs it.
+        delays: The application's ``app.rabbitdelay``. Only some rows use its registry.
         wanted: The registry's options that all rows share.
         task_name: The task's name.
         fail: Called with the numbers of rows that cannot be sent, and the error.

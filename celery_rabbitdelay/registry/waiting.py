@@ -97,7 +97,7 @@ class Waiting(Holding):
         otherwise when the task would have been due. A worker that has received but not started the
         task revokes it, as with Celery's ``revoke``.
 
-        Before its arrival, Redis does not know a task that is neither tracked nor sent with a key.
+        Redis does not know an untracked task without a key until the task arrives.
         The cancellation of an unknown id is kept for ten years.
 
         Args:
@@ -216,8 +216,8 @@ class Waiting(Holding):
     ) -> Outcome:
         """Change the due time of a waiting task, to a later or an earlier one.
 
-        Postponing an overdue tracked task to now sends the task again, in case its message was
-        lost. If a task has several messages, the one that arrives first runs.
+        Making an overdue tracked task due now sends a new message, in case the first one was lost.
+        If a task has several messages, the one that arrives first runs.
 
         Args:
             task: The id, or the result of a send, as for :meth:`cancel`.

@@ -81,7 +81,7 @@ class _Came:
         is_late: Whether it is too late to run.
         following_ms: The following instant; None after the last one.
         decided: The decision of the rule.
-        following: The following occurrence, if its message must be published.
+        following: The next occurrence to publish; None if there is none.
         sent: The confirmed message of the following occurrence.
     """
 

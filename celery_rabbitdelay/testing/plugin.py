@@ -150,7 +150,7 @@ def _rabbitdelay_session(
 def rabbitdelay_app(_rabbitdelay_session: Session) -> Iterator[Celery]:
     """Return the application, on the servers of this run, with nothing waiting anywhere.
 
-    Its levels have a prefix of their own. A registry, and a result backend in Redis, move to the
+    The delay levels have their own prefix. A registry, and a result backend in Redis, move to the
     Redis of this run.
     """
     with _rabbitdelay_session.clean():

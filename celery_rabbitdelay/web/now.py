@@ -64,7 +64,7 @@ class Waits(NamedTuple):
 
     Attributes:
         edges: The start of every step of the histogram, beginning now, and the end of the last.
-        kinds: The counts per kind: in total, due before each edge, and due before an hour is over.
+        kinds: Task counts per kind: total, due before each edge, and due within an hour.
         left_out: The number of tasks of further kinds, which are not counted singly.
         due: The counts of the tasks that are due and have not arrived.
     """

@@ -212,8 +212,7 @@ def postpone_batches(delays: RabbitDelay, wanted: Filter, until: Until) -> Itera
     Args:
         delays: The application's delays.
         wanted: Selects the tasks.
-        until: Returns a task's new due time. A task that has moved to a later place may come up
-            twice.
+        until: Returns a task's new due time. ``until`` may be called twice for a postponed task.
 
     Raises:
         InvalidDelay: The new delay is too long.

@@ -429,7 +429,7 @@ class EarlyTasks(BatchThread[Early]):
         elif early.place == "paused" and (
             isinstance(error, exceptions.MessageNacked) or not isinstance(error, TEMPORARY_ERRORS)
         ):
-            text = "%s cannot enter the paused queue and returns to the levels: %s"
+            text = "%s cannot join the paused tasks and returns to the levels: %s"
             logger.warning(text, _task_named(early.message), error)
             early.place = "levels"
             self.give(early)
