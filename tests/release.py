@@ -93,6 +93,7 @@ def call(*command: str | Path, cwd: Path = FOLDER, codes: Sequence[int] = (0,)) 
         Failed: It ended with an error.
     """
     own = {"SOURCE_DATE_EPOCH": "1700000000", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": ""}
+    own["UV_PYTHON_DOWNLOADS"] = "never"
     run = subprocess.run(
         [*map(str, command)],
         cwd=cwd,
