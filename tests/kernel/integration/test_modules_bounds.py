@@ -1,6 +1,7 @@
 """One message never costs more than itself: what is too large, too many, too long or forged."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import amqp
@@ -56,22 +57,31 @@ def test_a_flood_of_large_messages_is_held_within_bounds(
     publish(checkin.exchange.name, target.name, b"small")
     client.take(target)
     before = worker.peak_bytes
-    worker.suspend()
-    try:
-        for number in range(large):
-            body = b"%09d" % number + b"\0" * MEBIBYTE
-            publish(checkin.exchange.name, target.name, body)
-    finally:
-        worker.resume()
-    wait_for(lambda: client.count(target) >= large, "the flood")
-    assert worker.peak_bytes - before < MAX_HELD_BYTES + MARGIN
+
+    def have_arrived(number: int) -> bool:
+        return client.count(target) >= number
+
+    # A slow broker may deliver no faster than the module publishes: then flood it again.
+    for flood in range(1, 6):
+        worker.suspend()
+        try:
+            for number in range(large):
+                body = b"%09d" % number + b"\0" * MEBIBYTE
+                publish(checkin.exchange.name, target.name, body)
+        finally:
+            worker.resume()
+        sent = flood * large
+        wait_for(partial(have_arrived, sent), "the flood")
+        assert worker.peak_bytes - before < MAX_HELD_BYTES + MARGIN
+        if "consuming is paused" in worker.log:
+            break
     assert "consuming is paused" in worker.log
     assert ": reconnecting" not in worker.log
     # Messages as small as most raise the prefetch again: none is late for the large ones.
     for _ in range(500):
         client.check_in(target.name)
-    wait_for(lambda: client.count(target) >= large + 500, "the small ones")
-    arrivals = client.take(target, large + 500)
+    wait_for(lambda: have_arrived(sent + 500), "the small ones")
+    arrivals = client.take(target, sent + 500)
     came = {each.message.body[:9] for each in arrivals if len(each.message.body) > MEBIBYTE}
     assert came == {b"%09d" % number for number in range(large)}
     assert client.count(client.topology.module_queues.undeliverable) == 0
