@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -21,9 +22,10 @@ from celery_rabbitdelay.registry import application
 from celery_rabbitdelay.registry.application import RegistrySettings, registry_of
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
+from celery_rabbitdelay.registry.plain_arrivals import PlainArrivals
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
-from celery_rabbitdelay.worker.celery_internals import Delivery
+from celery_rabbitdelay.worker.celery_internals import Delivery, Hub
 from celery_rabbitdelay.worker.celery_requests import run_strategy
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.restore import lateness, may_run_since
@@ -148,7 +150,8 @@ class Decisions(BatchThread[_Due]):
     """Asks the registry about arrived tasks, in a thread of its own.
 
     Because of the thread, neither the worker's event loop nor tasks without a delay wait for Redis.
-    Tasks that arrive together share a round trip. If Redis does not answer,
+    Tasks that arrive together share a round trip. Of tasks without an option of the registry, the
+    thread sees only those that :class:`.PlainArrivals` does not let run. If Redis does not answer,
     ``rabbitdelay_registry_down`` decides whether tasks run or go back into the levels for a while.
 
     Args:
@@ -171,6 +174,7 @@ class Decisions(BatchThread[_Due]):
         self._runs_without = delays.settings_of(RegistrySettings).registry_down == "run"
         breaker = self._registry.breaker
         delays.recorder.gauges[application.BREAKER_OPEN] = lambda: breaker.is_open
+        self._plain: PlainArrivals[_Due] | None = None
         self._down_since: float | None = None
         self._failures = WarningLimit(logger, "Requests that the registry did not answer")
         self._unreadable = WarningLimit(logger, "Tasks whose record, key or job cannot be read")
@@ -189,7 +193,25 @@ class Decisions(BatchThread[_Due]):
             of_body = {"id": celery_internals.id_of(message), "retries": body.get("retries")}
             headers = waited._replace(others={**waited.others, **of_body})
         arrival = Arrival.of(headers, waited.due_ms or 0, queue, delivery.redelivered).named()
-        self.give(_Due(delivery, waited, arrival, queue))
+        due = _Due(delivery, waited, arrival, queue)
+        if not waited.registry and self._plain is not None and self._plain.is_open:
+            self._plain.give(arrival.task_id, due)
+        else:
+            self.give(due)
+
+    def register(self, hub: Hub) -> None:
+        """Let the event loop run the thread's actions, and ask about tasks without an option."""
+        super().register(hub)
+        if self._registry.store.has_plain_sockets:
+            self._plain = PlainArrivals(
+                hub, self._registry, self._run_all, self._give_all, self.gather_for
+            )
+
+    def stop(self) -> None:
+        """End the thread and the connection of the event loop."""
+        super().stop()
+        if self._plain is not None:
+            self._plain.close()
 
     def begin(self) -> None:
         """Log at the start if Redis does not answer, and record the start of the index."""
@@ -207,11 +229,23 @@ class Decisions(BatchThread[_Due]):
             self._ask_again(batch)
         else:
             self.act(partial(self._carry_out_all, batch, decisions))
+        plain = self._plain
+        if plain is not None and not plain.is_open:
+            with suppress(RegistryUnavailable):
+                connection = self._registry.breaker.call(self._registry.store.own_connection)
+                self.act(partial(plain.open, connection))
 
     def gather_for(self, first: int) -> float:
         """Return the batch window in seconds; 0 if the prefetch count is too small for a batch."""
         more = first * MIN_GATHERED
         return GATHER if may_hold(self._consumer, more) else 0.0
+
+    def _run_all(self, batch: Sequence[_Due]) -> None:
+        self._carry_out_all(batch, [Decision(Verdict.RUN)] * len(batch))
+
+    def _give_all(self, batch: Sequence[_Due]) -> None:
+        for due in batch:
+            self.give(due)
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:

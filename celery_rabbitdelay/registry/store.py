@@ -98,12 +98,14 @@ class Store:
         connect: Returns a new client of redis-py.
         is_cluster: Whether only keys with the same hash tag are on the same server.
         errors: The errors of redis-py; the first one is the base class of Redis's error replies.
+        has_plain_sockets: Whether a connection is one socket to one server, without encryption.
         on_call: Called after every round trip with its seconds and whether it succeeded.
     """
 
     connect: Callable[[], Client]
     is_cluster: bool
     errors: tuple[type[Exception], ...]
+    has_plain_sockets: bool = False
     on_call: Callable[[float, bool], None] | None = None
     _free: list[Client] = field(default_factory=list, init=False)
     _scripts: dict[str, Callable[..., str]] = field(default_factory=dict, init=False)
@@ -182,6 +184,19 @@ class Store:
         ((is_held,),) = self.of_each(call)
         return bool(is_held)
 
+    def own_connection(self) -> Any:
+        """Return a new open connection of redis-py to the one server, which the caller closes.
+
+        Raises:
+            RegistryUnavailable: Redis does not answer.
+        """
+        try:
+            connection = self.connect().connection_pool.make_connection()
+            connection.connect()
+        except self.errors as error:
+            raise _unavailable(error) from None
+        return connection
+
     def close(self) -> None:
         """Close all connections that are not in use."""
         while self._free:
@@ -212,10 +227,8 @@ class Store:
             client = self.connect()
         try:
             result = run(client)
-        except self.errors[0]:  # Redis has answered, so the connection is usable
-            self._free.append(client)
-            raise
         except BaseException:
+            # Also after an error reply: it may come from a former primary, which is a replica now.
             self._drop(client)
             raise
         self._free.append(client)

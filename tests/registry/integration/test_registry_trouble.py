@@ -106,3 +106,16 @@ def test_a_cluster_is_used_again_when_its_server_comes_back() -> None:
         cluster.wait_until_whole()
         wait_for(lambda: works(lambda: registry.cancel(ids)), "a call of all servers")
         assert {verdict(registry, sent(each)) for each in ids} == {Verdict.CANCELLED}
+
+
+def test_an_error_reply_ends_the_connection_since_the_server_may_be_a_replica_now() -> None:
+    with ConfiguredRedis() as server, registry_in(server.url) as registry:
+
+        def connection() -> object:
+            return registry.store.commands(lambda pipe: pipe.client_id())
+
+        before = connection()
+        assert connection() == before
+        registry.store.commands(lambda pipe: pipe.replicaof("127.0.0.1", free_port()))
+        assert "READONLY" in unavailable(lambda: registry.cancel(["task"])).upper()
+        assert connection() != before

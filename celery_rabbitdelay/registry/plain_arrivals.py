@@ -1,0 +1,136 @@
+"""Asks about tasks without an option of the registry, in the worker's event loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Generic, TypeVar
+
+from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.worker.batch_thread import MAX_BATCH
+from celery_rabbitdelay.worker.celery_internals import Hub
+
+#: The answer of Redis if nothing is recorded and nothing is paused.
+NOTHING: Final = b":0\r\n:0\r\n"
+
+TaskT = TypeVar("TaskT")
+
+
+class PlainArrivals(Generic[TaskT]):
+    """Asks Redis whether a decision about arrived tasks is recorded, or anything is paused.
+
+    Of nearly all tasks without an option, nothing is recorded, and they may run. In all other
+    cases, also if Redis does not answer in time, the thread of :class:`.Decisions` decides. In the
+    event loop, a question costs a third of the processor time that it costs in a thread.
+
+    There is one question at a time. Tasks that arrive meanwhile make up the next one. Where the
+    prefetch count allows for it, a question waits some milliseconds for more tasks. A question
+    begins with a command that a replica refuses: after a failover, the former primary does not know
+    the decisions of the new one.
+
+    Args:
+        hub: The worker's event loop.
+        registry: The registry.
+        run: Called with the tasks that run.
+        decide: Called with the tasks about which the thread has to decide.
+        gather_for: Returns for how many seconds to wait for more tasks after a number of them.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        registry: Registry,
+        run: Callable[[Sequence[TaskT]], object],
+        decide: Callable[[Sequence[TaskT]], object],
+        gather_for: Callable[[int], float],
+    ) -> None:
+        self._hub = hub
+        self._store = registry.store
+        self._names = registry.names
+        self._run = run
+        self._decide = decide
+        self._gather_for = gather_for
+        self._gathers = False
+        self._connection: Any = None
+        self._asked: list[tuple[str, TaskT]] = []
+        self._waiting: list[tuple[str, TaskT]] = []
+        self._asked_at = 0.0
+        self._answer = b""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection to Redis."""
+        return self._connection is not None
+
+    def open(self, connection: Any) -> None:
+        """Ask over a connection of redis-py from now on."""
+        if self.is_open:
+            connection.disconnect()
+            return
+        self._connection, self._answer = connection, b""
+        timeout = connection.socket_timeout
+        connection._sock.setblocking(False)
+        self._hub.add_reader(connection._sock, self._read)
+        self._timer = self._hub.call_repeatedly(timeout, self._check_time, timeout)
+
+    def give(self, task_id: str, task: TaskT) -> None:
+        """Ask about a task as soon as the question before it is answered."""
+        self._waiting.append((self._names.of("task", task_id), task))
+        if self._asked or self._gathers:
+            return
+        pause = self._gather_for(len(self._waiting))
+        if pause:
+            self._gathers = True
+            self._hub.call_later(pause, self._ask)
+        else:
+            self._ask()
+
+    def close(self) -> None:
+        """Close the connection, and let the thread decide about the tasks that wait."""
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        self._timer.cancel()
+        self._hub.remove_reader(connection._sock)
+        connection.disconnect()
+        left = [*self._asked, *self._waiting]
+        self._asked, self._waiting = [], []
+        self._decide([task for _, task in left])
+
+    def _ask(self) -> None:
+        self._gathers = False
+        if self._asked or not self._waiting:
+            return
+        self._asked, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+        nothing, paused = map(self._names.only, ("nothing", "paused"))
+        commands = [("DEL", nothing), ("EXISTS", paused, *(key for key, _ in self._asked))]
+        self._asked_at = time.monotonic()
+        try:
+            self._connection._sock.sendall(b"".join(self._connection.pack_commands(commands)))
+        except OSError:
+            self.close()
+
+    def _read(self) -> None:
+        try:
+            received = self._connection._sock.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        self._answer += received
+        if not received or b"-" in self._answer:
+            self.close()
+        elif self._answer.count(b"\n") == NOTHING.count(b"\n"):
+            self._answered(is_nothing=self._answer == NOTHING)
+
+    def _answered(self, is_nothing: bool) -> None:
+        if self._store.on_call is not None:
+            self._store.on_call(time.monotonic() - self._asked_at, True)
+        tasks = [task for _, task in self._asked]
+        self._asked, self._answer = [], b""
+        self._ask()
+        (self._run if is_nothing else self._decide)(tasks)
+
+    def _check_time(self, timeout: float) -> None:
+        if self._asked and time.monotonic() - self._asked_at >= timeout:
+            self.close()
