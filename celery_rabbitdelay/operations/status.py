@@ -6,8 +6,7 @@ If a registry is configured, it adds the next due time of tracked tasks, and the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import click
@@ -35,9 +34,6 @@ class Status(NamedTuple):
         due_within_ms: The most milliseconds until the next message comes due, computed from the
             depths of the queues; None if nothing waits. The message may come due much earlier: a
             queue does not show how long its first message has waited.
-        next_due: The due time of the next tracked task; None without a tracked task.
-        paused: The pauses of tasks and queues, as mappings.
-        registry_error: Why the registry could not be asked; None if it answered.
         is_blocked: Whether the broker blocks publishers; then the workers are not asked.
     """
 
@@ -45,9 +41,6 @@ class Status(NamedTuple):
     backlog: Backlog
     workers: Mapping[str, Json]
     due_within_ms: int | None = None
-    next_due: datetime | None = None
-    registry_error: str | None = None
-    paused: Sequence[Mapping[str, Any]] = ()
     is_blocked: bool = False
 
 
@@ -69,19 +62,7 @@ def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0)
     is_blocked, workers = delays.is_blocked(), {}
     if timeout and not is_blocked:  # workers are asked by messages
         workers = status_of_workers(delays.app, connection, timeout)
-    answers: dict[str, Any] = {}
-    for each in additions_of(delays) if delays.available else ():
-        answers.update(each.status())
-    return Status(
-        taken_at,
-        backlog,
-        workers,
-        due_within(topology, backlog),
-        answers.get("next_due"),
-        answers.get("error"),
-        answers.get("paused", ()),
-        is_blocked,
-    )
+    return Status(taken_at, backlog, workers, due_within(topology, backlog), is_blocked)
 
 
 def due_within(topology: Topology, backlog: Backlog) -> int | None:
@@ -154,30 +135,40 @@ def status(timeout: float, with_digits: bool) -> None:
     delays = shared.delays()
     with shared.broker() as connection:
         found = status_of(delays, connection, timeout)
-    shared.answer(_as_json(found), status_lines(delays.topology, found, with_digits))
+        added = {name: each for one in additions_of(delays) for name, each in one.status().items()}
+    shared.answer(_as_json(found, added), status_lines(delays.topology, found, added, with_digits))
     is_served = not unserved_modules(found.backlog.others)
     if found.backlog.missing or found.is_blocked or not is_served:
         raise SystemExit(shared.FAILED)
 
 
-def _as_json(found: Status) -> dict[str, object]:
+def _as_json(found: Status, added: Mapping[str, object]) -> dict[str, object]:
     others = {name: counts._asdict() for name, counts in found.backlog.others.items()}
     return {
         **found.backlog._asdict(),
         "others": others,
         "next_due": {
-            "tracked": found.next_due,
+            "tracked": added.get("next_due"),
             "within_ms": found.due_within_ms,
-            "registry_error": found.registry_error,
+            "registry_error": added.get("error"),
         },
-        "paused": found.paused,
+        "paused": added.get("paused", ()),
         "publishers_blocked": found.is_blocked,
         "workers": found.workers,
     }
 
 
-def status_lines(topology: Topology, status: Status, with_digits: bool = False) -> Iterator[str]:
-    """Yield the lines of a status, optionally with all digits that are not empty."""
+def status_lines(
+    topology: Topology, status: Status, added: Mapping[str, Any], with_digits: bool = False
+) -> Iterator[str]:
+    """Yield the lines of a status, optionally with all digits that are not empty.
+
+    Args:
+        topology: The topology.
+        status: The status.
+        added: The additions' parts; see :meth:`.Addition.status`.
+        with_digits: Whether to list the digits.
+    """
     if status.is_blocked:
         yield from lines_of(blocked())
     backlog = status.backlog
@@ -194,12 +185,12 @@ def status_lines(topology: Topology, status: Status, with_digits: bool = False) 
         yield f"  {name:16} {counts.messages:10,} waiting{consumers}"
     if backlog.missing:
         yield f"  {len(backlog.missing)} queues are missing: {shared.first_of(backlog.missing)}"
-    if status.registry_error is not None:
-        yield f"next due: unknown, the registry does not answer: {status.registry_error}"
-    yield from (shared.paused_line(**each) for each in status.paused)
-    if status.next_due is not None:
-        left_ms = max(round((status.next_due - wall_clock.now()).total_seconds()), 0) * 1000
-        local = shared.local(status.next_due)
+    if "error" in added:
+        yield f"next due: unknown, the registry does not answer: {added['error']}"
+    yield from (shared.paused_line(**each) for each in added.get("paused", ()))
+    if (next_due := added.get("next_due")) is not None:
+        left_ms = max(round((next_due - wall_clock.now()).total_seconds()), 0) * 1000
+        local = shared.local(next_due)
         yield f"next due: {local}, in {duration_text(left_ms)} (tracked tasks)"
     if status.due_within_ms is not None:
         yield f"next due: within {duration_text(status.due_within_ms)} (computed from queue depths)"

@@ -48,14 +48,14 @@ def test_rates_are_what_changed_between_two_looks_in_a_second() -> None:
     after = look(12.0, {"hours.x1": {1: 40, 2: 0}, "minutes.x1": {7: 3}}, a=120, b=0, new=8)
     rates = status.rates_between(before, after)
     assert rates == {"hours.x1": -5.0, "minutes.x1": 1.5, "tasks": 10.0}
-    lines = list(status.status_lines(TOPOLOGY, after, with_digits=True))
+    lines = list(status.status_lines(TOPOLOGY, after, {}, with_digits=True))
     assert f"    {'hours.1':14} {40:10,}" in lines
     assert not any(line.strip().startswith("hours.2 ") for line in lines)
 
 
 def test_a_module_that_no_worker_serves_is_named_only_if_messages_wait_for_it() -> None:
     found = backlog({}, distribution=3, undeliverable=2, **{"check-in": 0})
-    lines = [*status.status_lines(TOPOLOGY, status.Status(0.0, found, {}))]
+    lines = [*status.status_lines(TOPOLOGY, status.Status(0.0, found, {}), {})]
     assert f"  {'distribution':16} {3:10,} waiting, no consumers" in lines
     assert f"  {'check-in':16} {0:10,} waiting" in lines
     assert f"  {'undeliverable':16} {2:10,} waiting" in lines
@@ -74,6 +74,6 @@ def test_a_worker_without_the_package_is_named_in_words() -> None:
 
     app: Any = App()
     workers = status_of_workers(app, app, 1.0)
-    lines = [*status.status_lines(TOPOLOGY, status.Status(0.0, backlog({}), workers))]
+    lines = [*status.status_lines(TOPOLOGY, status.Status(0.0, backlog({}), workers), {})]
     assert lines[-1] == "plain: cannot answer: it runs without celery_rabbitdelay"
     assert lines[-2] == "bad: cannot answer: OSError()"
