@@ -30,7 +30,7 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
-from celery_rabbitdelay.operations.source import MOST_IDLE_ROUNDS, Source, SourceLost
+from celery_rabbitdelay.operations.source import LOST, MOST_IDLE_ROUNDS, Source
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.message import Publication, WaitingMessage
@@ -60,18 +60,16 @@ class Place(NamedTuple):
         declare(opened, self.topology)
 
 
+@dataclass
 class Destinations:
     """Binds destination queues of messages to the levels of the target, once per queue.
 
-    Args:
+    Attributes:
         target: The target.
         known: The queues that the application knows, by their names, declared with the
             application's arguments.
         may_bind: Returns whether another queue may be bound. A stranger may have written the
             queue's name into a routing key, and every producer can reach a bound queue.
-
-    Attributes:
-        target: The target.
         missing: Destination queues that do not exist or cannot be bound. Distribution tries to
             deliver their messages when they are due.
         unnamed: Destination queues that may not be bound. Their messages wait until the queue is
@@ -79,19 +77,15 @@ class Destinations:
             ``rabbitdelay_retry_for`` after they are due.
     """
 
-    def __init__(
-        self,
-        target: Place,
-        known: Mapping[str, Queue],
-        may_bind: Callable[[str], bool] = lambda name: True,
-    ) -> None:
-        self.target = target
-        self._connection = target.connection.clone(heartbeat=0)
-        self._known = known
-        self._may_bind = may_bind
-        self._seen: set[str] = set()
-        self.missing: set[str] = set()
-        self.unnamed: set[str] = set()
+    target: Place
+    known: Mapping[str, Queue]
+    may_bind: Callable[[str], bool] = lambda name: True
+    missing: set[str] = field(default_factory=set, init=False)
+    unnamed: set[str] = field(default_factory=set, init=False)
+    _seen: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._connection = self.target.connection.clone(heartbeat=0)
 
     def ensure(self, name: str) -> None:
         """Bind a queue to the levels; declare it first if the application knows it.
@@ -102,11 +96,11 @@ class Destinations:
         """
         if name in self._seen or not self.target.may_declare:
             return
-        if name not in self._known and not self._may_bind(name):
+        if name not in self.known and not self.may_bind(name):
             self.unnamed.add(name)
             return
         connect(self._connection)
-        given, queue = (self._connection, self.target.topology), self._known.get(name)
+        given, queue = (self._connection, self.target.topology), self.known.get(name)
         declaration.declare_if_missing(*given)
         # The queue may exist with other arguments than the application's.
         bindings = [partial(declaration.bind_destination, *given, name)]
@@ -233,7 +227,7 @@ class Mover:
         self._limit = math.inf if self.limit is None else self.limit
         self._next_at = 0.0
         #: Why the connection to the source was lost while messages are in flight.
-        self._lost: SourceLost | None = None
+        self._lost: Exception | None = None
         #: How many messages to take before the move ends, how many were taken, how many of them
         #: were converted, and how many are in flight.
         self._end = math.inf if self.looked_at is None else self.looked_at
@@ -266,16 +260,14 @@ class Mover:
         while not self.stopping.is_set() and not self._is_full:
             taken_before = self._taken
             ready = self._source.ready(self.queues)
-            if ready and idle_rounds < MOST_IDLE_ROUNDS:
-                self._move_ready(ready)
             if not ready and was_empty:
                 return True
             if ready and idle_rounds == MOST_IDLE_ROUNDS:
-                found = sum(ready.values())
-                self.result.left["the broker delivers none: another consumer may have them"] += (
-                    found
-                )
+                why = "the broker delivers none: another consumer may have them"
+                self.result.left[why] += sum(ready.values())
                 return False
+            if ready:
+                self._move_ready(ready)
             was_empty = not ready
             if self._taken > taken_before:
                 idle_rounds = 0
@@ -328,7 +320,7 @@ class Mover:
                 return
             try:
                 message = self._source.take()
-            except SourceLost as lost:
+            except LOST as lost:
                 self._lost = lost  # raised once the messages in flight are confirmed
                 return
             if message is None:
@@ -357,7 +349,7 @@ class Mover:
         except (Stay, UnprocessableMessage) as stay:
             self._leave(str(stay))
             return None
-        except (OSError, amqp.AMQPError):
+        except LOST:
             raise
         except Exception as error:  # noqa: BLE001 - a stranger may have published it
             # A single message does not end the move.

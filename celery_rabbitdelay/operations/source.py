@@ -55,15 +55,13 @@ PUT_BACK_TIMEOUT: Final = 5.0
 LOOK_EVERY: Final = 0.02
 
 
-class SourceLost(OSError):
-    """The connection to the queues is lost, or the broker refuses access to the queues.
-
-    The broker requeues all unacknowledged messages, at the latest when the connection is closed.
-    """
+#: Raised if the connection to the queues is lost, or the broker refuses access to the queues. The
+#: broker requeues unacknowledged messages, at the latest when the connection is closed.
+LOST: Final = (OSError, amqp.AMQPError)
 
 
 class Source:
-    """Takes messages from queues, on a connection with one channel.
+    """Takes messages from queues, on a connection with one channel; raises :data:`LOST`.
 
     The name of a message's queue is ``message.delivery_info["queue"]``; its body is bytes.
 
@@ -75,14 +73,9 @@ class Source:
     Attributes:
         connection: The connection.
         channel: Its channel.
-        errors: The errors of a lost connection or channel.
         frame_max: The largest frame, in bytes.
         received: Messages that have arrived and were not taken yet.
         to_acknowledge: The delivery tags for the next :meth:`acknowledge`.
-
-    Raises:
-        OSError: The broker cannot be reached.
-        amqp.AMQPError: The broker refuses the connection.
     """
 
     def __init__(self, like: Connection, timeout: float, priority: int = 0) -> None:
@@ -92,7 +85,6 @@ class Source:
         self._arguments = {"x-priority": priority}
         connect(self.connection)  # opening a channel would make kombu retry forever
         wire.read_unreadable_properties(self.connection)
-        self.errors = self.connection.connection_errors + self.connection.channel_errors
         self._wire = wire.Wire(self.connection)
         self._wire.receive_ahead()
         self.frame_max = self._wire.frame_max
@@ -124,9 +116,6 @@ class Source:
         Args:
             queues: Their names.
             prefetch: The prefetch per queue, not counting messages of former calls.
-
-        Raises:
-            SourceLost: The broker refuses a queue, or cannot be reached.
         """
         self._consumed.update(queues)
         self._prefetch = prefetch
@@ -171,7 +160,7 @@ class Source:
             amqp.exceptions.NotFound: The queue does not exist.
             ReadTooLong: Reading took so long that the broker may have requeued messages.
         """
-        with self._in_time():
+        with self._answers():
             ready_in(self.connection, queue)
         began, taken, idle = time.monotonic(), 0, 0
         # Silence does not mean empty: the broker may be slow, or another consumer may be ahead.
@@ -213,7 +202,7 @@ class Source:
 
     def close(self) -> None:
         """Requeue unacknowledged messages, and close the connection."""
-        with suppress(OSError):
+        with suppress(*LOST):
             self.cancel()
             self.acknowledge()
             queues = sorted(self._consumed)
@@ -245,23 +234,14 @@ class Source:
 
     def drop(self) -> None:
         """Close the connection; the broker requeues unacknowledged messages."""
-        with suppress(*self.errors):
+        with suppress(*LOST):
             drop_connection(self.connection)
 
     @contextmanager
-    def _in_time(self) -> Iterator[None]:
+    def _answers(self) -> Iterator[None]:
         """Limit waits for answers; if the block is interrupted, drop the connection."""
         with conversation(self.connection), self._wire.answers_within(self._timeout):
             yield
-
-    @contextmanager
-    def _answers(self) -> Iterator[None]:
-        """Limit waits for answers; raise errors as :class:`SourceLost`."""
-        try:
-            with self._in_time():
-                yield
-        except self.errors as lost:
-            raise SourceLost(f"the queues can no longer be read: {lost}") from lost
 
 
 def ready_in(connection: Connection, queue: str) -> int:

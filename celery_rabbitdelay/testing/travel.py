@@ -36,22 +36,15 @@ from kombu import Connection, Producer
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import (
-    NS_PER_MS,
-    Delay,
-    duration_text,
-    instant_of,
-    milliseconds,
-    milliseconds_of,
-)
+from celery_rabbitdelay.levels import delay, wall_clock
+from celery_rabbitdelay.levels.delay import Delay
 from celery_rabbitdelay.levels.headers import ATTEMPTS, COPY, DUE, EARLY, parse
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE_TYPE, Topology
 from celery_rabbitdelay.modules.forwarding import encoded
 from celery_rabbitdelay.operations.conversion import Migration
 from celery_rabbitdelay.operations.mover import Stay
-from celery_rabbitdelay.operations.source import Source
+from celery_rabbitdelay.operations.source import LOST, Source
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.message import Publication, body_of, headers_of
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -182,10 +175,10 @@ class Travel:
         """
         now_ms = wall_clock.ms()
         length_ms = timedelta(**length) // timedelta(milliseconds=1)
-        until_ms = (now_ms if to is None else milliseconds_of(to)) + length_ms
+        until_ms = (now_ms if to is None else delay.milliseconds_of(to)) + length_ms
         if until_ms < now_ms:
             raise ValueError(
-                f"cannot travel back in time, from {self.now} to {instant_of(until_ms)}"
+                f"cannot travel back in time, from {self.now} to {delay.instant_of(until_ms)}"
             )
         with self._holding() as held:
             if wait:
@@ -205,13 +198,13 @@ class Travel:
             TimeoutError: The condition is not true by then, or nothing waits any more.
             DidNotSettle: Tasks on the way did not end in time.
         """
-        within_ms = milliseconds(within)
+        within_ms = delay.milliseconds(within)
         latest_ms = wall_clock.ms() + within_ms
         with self._holding() as held:
             is_true, left = self._go(held, latest_ms, condition), len(held.messages)
         if not is_true:
             what = f"{left} messages wait beyond that" if left else "nothing waits"
-            how_far = f"within {duration_text(within_ms)}: {what} at {self.now}"
+            how_far = f"within {delay.duration_text(within_ms)}: {what} at {self.now}"
             raise TimeoutError(f"the condition is not true {how_far}")
 
     def nothing_waits(self) -> bool:
@@ -284,14 +277,14 @@ class Travel:
         return not before <= self._paused
 
     def _arrive(self, at_ms: int) -> None:
-        self.clock.stand_at(at_ms * NS_PER_MS)
+        self.clock.stand_at(at_ms * delay.NS_PER_MS)
         self._show()
         if self._app.rabbitdelay.has_registry:
             before_ms, self._ahead_ms = self._ahead_ms, self._ahead_of_machine()
             on_all_keys(self._app, AGE, self._ahead_ms - before_ms)
 
     def _ahead_of_machine(self) -> int:
-        return (self.clock.ns() - time.monotonic_ns()) // NS_PER_MS
+        return (self.clock.ns() - time.monotonic_ns()) // delay.NS_PER_MS
 
     def _show(self) -> None:
         """Let the code in this process see the time if ``code_sees_it`` is set."""
@@ -477,11 +470,10 @@ class HeldMessages:
 
     def close(self) -> None:
         """Close the connections; the broker requeues unpublished messages."""
-        lost: Any = (OSError, *self._source.errors)
         self._publisher.close()
         try:
             self._stop()
-        except lost:
+        except LOST:
             self._source.drop()
         else:
             self._source.close()
