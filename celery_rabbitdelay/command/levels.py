@@ -23,7 +23,7 @@ from celery_rabbitdelay.publishing import declaration
 @click.option(
     "--dry-run", is_flag=True, help="Only list what is missing; exit with 1 if anything is."
 )
-@shared.topology_options
+@shared.topology_options()
 def declare(with_queues: bool, dry_run: bool, **options: object) -> None:
     """Declare the levels on the broker, and list what was missing."""
     topology = shared.topology(options)
@@ -76,7 +76,7 @@ def declare(with_queues: bool, dry_run: bool, **options: object) -> None:
     help="How late the task may arrive, if that saves stops.",
 )
 @click.option("--task-id", default="", help="Selects the shard, if there are several.")
-@shared.topology_options
+@shared.topology_options()
 def route(
     delay: Fraction, queue: str | None, tolerance: timedelta, task_id: str, **options: object
 ) -> None:

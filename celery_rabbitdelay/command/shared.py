@@ -360,18 +360,23 @@ def _layout(text: str, what: str) -> object:
 layout_type: Final = ParameterType("layout", _layout)
 
 
-#: The options that describe another topology; the command passes them to :func:`topology`.
-topology_options: Final = options(
-    click.option("--prefix", help="The first part of all names on the broker."),
-    click.option(
-        "--layout",
-        type=layout_type,
-        help="clock, binary, geometric, or a value of rabbitdelay_layout as JSON.",
-    ),
-    click.option("--tick", type=seconds_type, help="The resolution."),
-    click.option("--queue-type", help="quorum or classic."),
-    click.option("--shards", type=int, help="The number of queues for each digit."),
-)
+def topology_options(start: str = "") -> _Decorator:
+    """Return the options that describe another topology, for :func:`topology`.
+
+    Args:
+        start: The beginning of their names, such as "from-".
+    """
+    return options(
+        click.option(f"--{start}prefix", help="The first part of all names on the broker."),
+        click.option(
+            f"--{start}layout",
+            type=layout_type,
+            help="clock, binary, geometric, or a value of rabbitdelay_layout as JSON.",
+        ),
+        click.option(f"--{start}tick", type=seconds_type, help="The resolution."),
+        click.option(f"--{start}queue-type", help="quorum or classic."),
+        click.option(f"--{start}shards", type=int, help="The number of queues for each digit."),
+    )
 
 
 def topology(options: Mapping[str, object], of: str = "") -> Topology:

@@ -29,7 +29,7 @@ TOTALS_AGE: Final = 6.0
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
 @management_option
-@shared.topology_options
+@shared.topology_options()
 def delete(
     force: bool, yes: bool, dry_run: bool, management: str | None, **options: object
 ) -> None:

@@ -126,7 +126,7 @@ def _table(entries: Mapping[str, object]) -> str:
     help="A Terraform module, or a definitions file for RabbitMQ.",
 )
 @click.option("--vhost", help="The virtual host; by default that of the application's broker.")
-@shared.topology_options
+@shared.topology_options()
 def export(format_name: str, vhost: str | None, **options: object) -> None:
     """Print the topology as Terraform or as a definitions file. No broker is contacted."""
     topology = shared.topology(options)

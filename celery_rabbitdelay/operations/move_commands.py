@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from math import inf
 from threading import Event
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import amqp
 import celery
@@ -16,7 +16,6 @@ import click
 from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection
 
-from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
 from celery_rabbitdelay.command import shared
@@ -79,13 +78,7 @@ _source_options: Final = shared.options(
         metavar="PATTERN",
         help="Also bind queues of this name or pattern that the application does not have.",
     ),
-    click.option("--from-prefix", help="The source's rabbitdelay_prefix."),
-    click.option(
-        "--from-layout", type=shared.layout_type, help="The source's layout: a name, or JSON."
-    ),
-    click.option("--from-tick", type=shared.seconds_type, help="The source's rabbitdelay_tick."),
-    click.option("--from-queue-type", help="The source's rabbitdelay_queue_type."),
-    click.option("--from-shards", type=int, help="The source's rabbitdelay_shards."),
+    shared.topology_options("from-"),
 )
 
 
@@ -99,8 +92,7 @@ def migrate(pace: Pace, **options: Any) -> None:
     application's settings. Producers and workers may run meanwhile. The command can be interrupted
     at any time, and started again.
     """
-    shared.delays()  # checks the application
-    _migrate(shared.app().connection_for_write(), pace, **options)
+    _migrate(None, pace, **options)
 
 
 @shared.command()
@@ -120,12 +112,11 @@ def transfer(from_url: str, pace: Pace, **options: Any) -> None:
     connection to an amqps:// URL uses the application's broker_use_ssl; an amqp:// URL is not
     encrypted.
     """
-    shared.delays()  # checks the application
-    _migrate(broker_at(shared.app(), from_url), pace, **options)
+    _migrate(from_url, pace, **options)
 
 
 def _migrate(
-    there: Connection,
+    from_url: str | None,
     pace: Pace,
     *,
     ignore_registry: bool,
@@ -133,12 +124,13 @@ def _migrate(
     sign: bool,
     **given: object,
 ) -> None:
+    delays = shared.delays()
+    app, settings = delays.app, delays.settings
+    there = app.connection_for_write() if from_url is None else broker_at(app, from_url)
     topology = shared.topology(given, of="of the levels that are emptied: ")
     source, target = Place(there, topology), _target()
-    settings = shared.delays().settings
     if not ignore_registry:
-        _check_registry(shared.delays(), topology.prefix)
-    app = cast(Celery, shared.app())  # it has delays
+        _check_registry(delays, topology.prefix)
     app.loader.import_default_modules()
     allowed = configured_destinations(app).also(allow)
     destinations = Destinations(
@@ -154,7 +146,7 @@ def _migrate(
         conversion.check_source(source)
 
     queues = [queue.name for queue in topology.queues]
-    _run(destinations, queues, migration.convert, pace, source=there, check=check)
+    _run(destinations, queues, migration.convert, pace, there, check)
 
 
 def _target() -> Place:
@@ -191,7 +183,8 @@ def adopt(chain_prefix: str, pace: Pace) -> None:
         destinations.ensure,
         lambda name: not getattr(app.tasks.get(name), "rabbitdelay", True),
     )
-    _run(destinations, conversion.native_queues(chain_prefix), chain.convert, pace)
+    queues, there = conversion.native_queues(chain_prefix), destinations.target.connection
+    _run(destinations, queues, chain.convert, pace, there)
 
 
 def _run(
@@ -199,8 +192,7 @@ def _run(
     queues: Sequence[str],
     convert: Convert,
     pace: Pace,
-    *,
-    source: Connection | None = None,
+    there: Connection,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Move the messages, or count them, and print the result.
@@ -210,12 +202,10 @@ def _run(
         queues: The names of the queues that are emptied.
         convert: Returns what to publish for a message.
         pace: The options of the move.
-        source: The broker of these queues; None for the target's.
+        there: The broker of these queues.
         check: Called first; raises an error if messages cannot be moved between these levels.
     """
-    target = destinations.target
-    there = target.connection if source is None else source
-    mover = Mover(there, queues, target, convert, timeout=pace.timeout, rate=pace.rate)
+    mover = Mover(there, queues, destinations.target, convert, timeout=pace.timeout, rate=pace.rate)
     refused = shared.usage_errors(SameTopology, LayoutConflict, TopologyIncomplete)
     try:
         with closing(destinations), refused, set_by_ctrl_c(mover.stopping):

@@ -204,7 +204,7 @@ def _exchanges(queues: Iterable[Queue]) -> Iterator[str]:
     help="For a producer: also the topic permissions that let it reach only the application's "
     "queues.",
 )
-@shared.topology_options
+@shared.topology_options()
 def permissions(
     role: Role, user: str, vhost: str | None, mode: str | None, topics: bool, **options: object
 ) -> None:
