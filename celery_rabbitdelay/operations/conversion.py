@@ -13,7 +13,7 @@ workers may run meanwhile: the old levels still deliver the messages that come d
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import tzinfo
@@ -122,10 +122,7 @@ class Migration:
 
     def _waiting(self, message: amqp.Message, destination: str, until_ms: int | None) -> Outgoing:
         given = headers_of(message)
-        if UNREADABLE in given:
-            why = shortened(given[UNREADABLE])
-            raise exceptions.UnprocessableMessage(f"it cannot be read: {why}")
-        header_names.refuse_sender_selected(given)
+        refuse_unreadable(given)
         # With an expiration, the message could leave the levels before it is due.
         waiting = WaitingMessage.unopened(message).having(expiration=None)
         due_ms = waiting.headers.due_ms
@@ -150,6 +147,18 @@ class Migration:
             # Sign again, with the first key: the priority in the headers may have changed.
             waiting = signed(waiting, self.signing_keys)
         return forwarding.into_levels(self.target, waiting, due, destination)
+
+
+def refuse_unreadable(headers: Mapping[str, object]) -> None:
+    """Refuse a message whose properties cannot be read, or that has sender-selected queues.
+
+    Raises:
+        UnprocessableMessage: The message is refused.
+    """
+    if UNREADABLE in headers:
+        why = shortened(headers[UNREADABLE])
+        raise exceptions.UnprocessableMessage(f"it cannot be read: {why}")
+    header_names.refuse_sender_selected(headers)
 
 
 def check_places(source: Place, target: Place) -> None:

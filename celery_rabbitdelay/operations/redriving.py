@@ -22,21 +22,13 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, Delay, Due, milliseconds
-from celery_rabbitdelay.levels.headers import (
-    UNREADABLE,
-    X_DELAY,
-    DelayHeaders,
-    EarlyHeader,
-    shortened,
-)
 from celery_rabbitdelay.levels.topology import CHECK_IN, Topology
 from celery_rabbitdelay.modules import limits
 from celery_rabbitdelay.modules.checkin import checked_task
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import OpenedEnvelope, packed
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.limits import AllowedDestinations
-from celery_rabbitdelay.operations.conversion import routed
+from celery_rabbitdelay.operations.conversion import refuse_unreadable, routed
 from celery_rabbitdelay.operations.reasons import examine
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage, headers_of
@@ -63,7 +55,7 @@ def never_accepted(
         return True
     return header_names.DUE not in headers and (
         headers.get(header_names.EXCHANGE) == checkin.exchange.name
-        or X_DELAY in headers
+        or header_names.X_DELAY in headers
         or last_stop == checkin.name
     )
 
@@ -95,9 +87,9 @@ class Redriving:
     """
 
     producer: DelayedProducer
-    allowed: AllowedDestinations
+    allowed: limits.AllowedDestinations
     _: KW_ONLY
-    checkin_allowed: AllowedDestinations | None = None
+    checkin_allowed: limits.AllowedDestinations | None = None
     trusts_clients: bool = False
     queues: Mapping[str, Queue] = field(default_factory=dict)
     delay_ms: int | None = None
@@ -118,7 +110,10 @@ class Redriving:
             Stay: The message has to stay: no worker serves a module that it needs.
         """
         headers, key = headers_of(message), message.delivery_info["routing_key"]
-        _refuse_unreadable(message, headers)
+        later = header_names.later_version(headers, message.properties.get("content_type"))
+        if later is not None:
+            raise exceptions.LaterVersion(later)
+        refuse_unreadable(headers)
         limits.check_depth(headers)
         topology, keys = self.producer.topology, self.producer.signing_keys
         found = examine(headers, topology, key)
@@ -129,11 +124,8 @@ class Redriving:
             raise UnprocessableMessage(NOT_SIGNED)
         given = _as_checked_in(headers) if is_new else headers
         parsed, problems = header_names.parse(given)
-        due_ms, due = self._due(parsed, given if is_new else {})
-        others = {
-            name: each for name, each in parsed.others.items() if not is_new or name != X_DELAY
-        }
-        queue, early = None, EarlyHeader()
+        due_ms, due = self._due(parsed, headers if is_new else {})
+        queue, early = None, header_names.EarlyHeader()
         if message.properties.get("content_type") == header_names.ENVELOPE:
             if is_new:
                 raise UnprocessableMessage("clients may not send envelopes to check-in")
@@ -155,7 +147,7 @@ class Redriving:
         if parsed.registry and due_ms != due.at_ms:
             # The registry may have forgotten the task; the operator has decided that it runs.
             early = early._replace(until_ms=due.at_ms)
-        own = DelayHeaders(
+        own = header_names.DelayHeaders(
             due_ms,
             parsed.exchange,
             parsed.routing_key,
@@ -164,14 +156,14 @@ class Redriving:
             early=early,
             registry=parsed.registry,
             redriven=self._count(parsed, problems) + 1,
-            others=others,
+            others=parsed.others,
         )
         redriven = received._replace(headers=own).having(expiration=None)
         if is_new and not self.trusts_clients:
             redriven = checked_task(redriven)
         return routed(self.producer, redriven, queue, due)
 
-    def _count(self, parsed: DelayHeaders, problems: Mapping[str, str]) -> int:
+    def _count(self, parsed: header_names.DelayHeaders, problems: Mapping[str, str]) -> int:
         """Return how often the message was already redriven.
 
         A client may publish a message anew without the header, which cannot be detected. If the
@@ -183,7 +175,7 @@ class Redriving:
             raise UnprocessableMessage(f"it was redriven {parsed.redriven:,} times already")
         return parsed.redriven
 
-    def _due(self, parsed: DelayHeaders, of_client: Headers) -> tuple[int, Due]:
+    def _due(self, parsed: header_names.DelayHeaders, of_client: Headers) -> tuple[int, Due]:
         """Return the due time for the header, in milliseconds, and the end of the new delay.
 
         A due time in the past stays in the header, unless the message gets a new delay.
@@ -201,7 +193,7 @@ class Redriving:
 
     def _intended(
         self,
-        parsed: DelayHeaders,
+        parsed: header_names.DelayHeaders,
         problems: Mapping[str, str],
         queue_in_key: str | None,
         key_of_client: str | None,
@@ -256,11 +248,11 @@ class Redriving:
         except (OSError, amqp.AMQPError) as error:
             raise UnprocessableMessage(f"{where} cannot be bound to the levels: {error}") from error
 
-    def _early(self, parsed: DelayHeaders) -> EarlyHeader:
+    def _early(self, parsed: header_names.DelayHeaders) -> header_names.EarlyHeader:
         """Return the header with the exchange and routing key for retries; empty without them."""
         early = parsed.early
         if early.exchange is None or early.routing_key is None:
-            return EarlyHeader()
+            return header_names.EarlyHeader()
         self._check(early.exchange, early.routing_key)
         return early._replace(times=0)
 
@@ -280,25 +272,17 @@ class Redriving:
 def _as_checked_in(headers: Headers) -> dict[str, object]:
     """Return the headers of a message that check-in never accepted, without untrusted ones.
 
-    Of this package's headers, keep the headers that a client may set, and the routing key, which
-    check-in has added. If the broker dead-lettered the message from check-in's queue, its client
-    may have written the routing key, which is then dropped.
+    Keep the headers that a client may set, without its delay, and the routing key, which check-in
+    has added. If the broker dead-lettered the message from check-in's queue, its client may have
+    written the routing key, which is then dropped.
     """
     names = ["x-death", header_names.REDRIVEN]
     if "x-death" not in headers:
         names.append(header_names.ROUTING_KEY)
     noted = {name: headers[name] for name in names if name in headers}
-    return {**header_names.of_client(headers), **noted}
-
-
-def _refuse_unreadable(message: amqp.Message, headers: Headers) -> None:
-    """Refuse a message that this version cannot read, or that has sender-selected queues."""
-    if UNREADABLE in headers:
-        raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
-    later = header_names.later_version(headers, message.properties.get("content_type"))
-    if later is not None:
-        raise exceptions.LaterVersion(later)
-    header_names.refuse_sender_selected(headers)
+    kept = {**header_names.of_client(headers), **noted}
+    kept.pop(header_names.X_DELAY, None)
+    return kept
 
 
 def _redirected(envelope: OpenedEnvelope) -> bytes:

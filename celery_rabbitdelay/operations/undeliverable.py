@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -265,13 +265,7 @@ def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
     found, redriven = message.found, message.headers.get(header_names.REDRIVEN)
     return {
         "number": number,
-        "task_id": found.task_id,
-        "task": found.task,
-        "queue": found.queue,
-        "due": found.due.isoformat() if found.due else None,
-        "since": found.since.isoformat() if found.since else None,
-        "reason": found.reason,
-        "last_stop": found.last_stop,
+        **asdict(found),
         "redriven": redriven if isinstance(redriven, int) else None,
         "envelope": Contents.of(message).messages,
         "size": len(message.body),
@@ -290,7 +284,7 @@ def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
         message: The message.
     """
     return {
-        **summary_of(number, message),
+        **as_json(summary_of(number, message)),
         "exchange": message.exchange,
         "routing_key": message.routing_key,
         "headers": as_json(message.headers),

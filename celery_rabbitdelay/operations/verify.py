@@ -28,7 +28,6 @@ from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.operations import checks
 from celery_rabbitdelay.operations.inventory import read_inventory
 from celery_rabbitdelay.operations.management import (
-    Json,
     ManagementAPI,
     management_api,
     management_option,
@@ -128,7 +127,7 @@ def verify_application(
     rows: list[checks.FoundRow] = [row for each in additions_of(delays) for row in each.problems()]
     is_blocked = delays.is_blocked()
     if not is_blocked:  # workers are asked by messages
-        workers: Mapping[str, Json] = {}
+        workers = dict[str, Mapping[str, object]]()
         # The user may not be allowed to use remote control, or to declare one more queue.
         with suppress(ChannelError):
             workers = status_of_workers(delays.app, connection, WORKERS_TIMEOUT)

@@ -132,8 +132,6 @@ def _listed(kept: Kept) -> dict[str, object]:
     return {
         **read.summary_of(kept.number, kept.message),
         "name": kept.name,
-        "due": kept.message.found.due,
-        "since": kept.message.found.since,
         "exchange": kept.message.exchange,
         "routing_key": kept.message.routing_key,
         "key": None if key is None else str(key),
