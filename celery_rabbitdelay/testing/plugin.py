@@ -18,11 +18,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Final, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer, Server
+from celery_rabbitdelay.testing.servers import Named, RabbitMQServer, RedisServer, Server
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.app.application import Celery
@@ -55,16 +56,6 @@ def _option(config: pytest.Config, name: str) -> str:
     name = f"rabbitdelay_{name}"
     found: str | None = config.getoption(name, None)
     return found or str(config.getini(name))
-
-
-class Named(NamedTuple):
-    """A server that an option names.
-
-    Attributes:
-        url: Its URL.
-    """
-
-    url: str
 
 
 @pytest.fixture(scope="session")
@@ -134,11 +125,7 @@ def _rabbitdelay_session(
     if [each.app for each in sessions] != [rabbitdelay_celery_app]:
         while sessions:
             sessions.pop().close()
-
-        def redis() -> RedisServer | Named:
-            server: RedisServer | Named = request.getfixturevalue("rabbitdelay_redis")
-            return server
-
+        redis = partial(request.getfixturevalue, "rabbitdelay_redis")
         session = Session(rabbitdelay_celery_app, rabbitdelay_broker.url, redis)
         sessions.append(session)
         # Finalizers run in reverse order: this one runs before the servers stop.

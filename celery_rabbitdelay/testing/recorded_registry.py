@@ -13,13 +13,7 @@ from celery_rabbitdelay.exceptions import NotRecorded
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry import decision as rule
-from celery_rabbitdelay.registry.decision import (
-    Arrival,
-    Decision,
-    Outcome,
-    Registration,
-    Ticket,
-)
+from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Filter, Index, Kind, Part
 from celery_rabbitdelay.registry.jobs import Jobs
 from celery_rabbitdelay.registry.pauses import Pauses
@@ -39,7 +33,7 @@ class _Noted:
     """
 
     record: rule.Record = rule.EMPTY
-    sent: Registration | None = None
+    sent: rule.Registration | None = None
     sent_ms: int = 0
     until_ms: int = 0
 
@@ -93,7 +87,7 @@ class RecordedRegistry(Registry):
         """Return the ids of the tracked tasks that wait."""
         return [*filter(self.listing, [*self._notes])]
 
-    def listing(self, task_id: str) -> Registration | None:
+    def listing(self, task_id: str) -> rule.Registration | None:
         """Return a task's registration if it is tracked, waits, and is not superseded."""
         noted = self._noted(task_id)
         is_tracked = noted.sent is not None and noted.sent.name
@@ -119,7 +113,7 @@ class RecordedRegistry(Registry):
         """Return the time by the clock of the registry."""
         return wall_clock.ms()
 
-    def ask(self, tasks: Sequence[tuple[str, str]]) -> list[Ticket]:
+    def ask(self, tasks: Sequence[tuple[str, str]]) -> list[rule.Ticket]:
         """Return tickets for the messages of tasks that are about to be sent."""
         tickets, orders = [], dict[str, int]()
         for task_id, key in tasks:
@@ -127,10 +121,10 @@ class RecordedRegistry(Registry):
                 before = orders.get(key, self._order_under(key))
                 orders[key] = max(wall_clock.ns() // 1000, before + 1)
             life = rule.next_life(self._noted(task_id).record) if task_id else 0
-            tickets.append(Ticket(life, orders.get(key, 0)))
+            tickets.append(rule.Ticket(life, orders.get(key, 0)))
         return tickets
 
-    def decide(self, arrivals: Sequence[Arrival], notes: bool = True) -> list[Decision]:
+    def decide(self, arrivals: Sequence[rule.Arrival], notes: bool = True) -> list[rule.Decision]:
         """Return decisions about tasks that have arrived."""
         with self._lock:
             words = self._words_of_jobs(arrivals)
@@ -142,12 +136,12 @@ class RecordedRegistry(Registry):
             ]
         return [self._decision(*each) for each in zip(found, arrivals, strict=True)]
 
-    def _words_of_keys(self, arrivals: Sequence[Arrival]) -> Iterator[tuple[int, str]]:
+    def _words_of_keys(self, arrivals: Sequence[rule.Arrival]) -> Iterator[tuple[int, str]]:
         for number, each in enumerate(arrivals):
             if each.key and each.ticket.order and (word := self._claim(each)):
                 yield number, word
 
-    def _claim(self, claim: Arrival | Registration) -> str:
+    def _claim(self, claim: rule.Arrival | rule.Registration) -> str:
         """Return "superseded" or "replaced" if a task is not the newest under its key; else ""."""
         own, newest = (claim.ticket.order, claim.task_id), self._newest.get(claim.key, (0, ""))
         if own < newest:
@@ -155,19 +149,19 @@ class RecordedRegistry(Registry):
         self._newest[claim.key] = own
         return ""
 
-    def _arrive(self, arrival: Arrival, word: str, notes: bool) -> str:
+    def _arrive(self, arrival: rule.Arrival, word: str, notes: bool) -> str:
         noted = self._noted(arrival.task_id)
         record, verdict = rule.arrive(noted.record, arrival, word)  # never too late
         if notes:
             noted.note(record, max(arrival.due_ms, wall_clock.ms()) + self.keep_ms)
         return verdict
 
-    def register(self, registrations: Sequence[Registration]) -> list[str]:
+    def register(self, registrations: Sequence[rule.Registration]) -> list[str]:
         """Record messages that were sent; a task with a key supersedes older ones."""
         with self._lock:
             return [self._register(each) for each in registrations]
 
-    def _register(self, sent: Registration) -> str:
+    def _register(self, sent: rule.Registration) -> str:
         noted = self._noted(sent.task_id)
         record, state = rule.register(noted.record, sent)
         if record != noted.record:

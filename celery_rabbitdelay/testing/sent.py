@@ -12,15 +12,7 @@ import celery
 from kombu.transport.pyamqp import Message
 
 from celery_rabbitdelay.app.celery_internals import eta_of
-from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import (
-    Due,
-    duration_text,
-    instant_of,
-    milliseconds,
-    milliseconds_of,
-    plain,
-)
+from celery_rabbitdelay.levels import delay, wall_clock
 from celery_rabbitdelay.levels.headers import parse
 from celery_rabbitdelay.registry.decision import Arrival
 from celery_rabbitdelay.worker.restore import restore
@@ -96,7 +88,7 @@ class Address(NamedTuple):
 
 #: Takes a message, its address, and its due time. Messages in the levels have a due time, and their
 #: address is in their headers; for all others, the due time is None and the address counts.
-Take: TypeAlias = Callable[[amqp.Message, Address, Due | None], None]
+Take: TypeAlias = Callable[[amqp.Message, Address, delay.Due | None], None]
 
 
 @dataclass(slots=True)
@@ -122,7 +114,7 @@ class Recorded:
     is_held: bool = False
 
     @classmethod
-    def of(cls, message: amqp.Message, address: Address, due: Due | None) -> Self | None:
+    def of(cls, message: amqp.Message, address: Address, due: delay.Due | None) -> Self | None:
         """Return the task of a message; None for a note or an event.
 
         Args:
@@ -150,7 +142,7 @@ class Recorded:
                 args=args,
                 kwargs=kwargs,
                 task_id=headers["id"],
-                due=instant_of(due_ms),
+                due=delay.instant_of(due_ms),
                 delay=timedelta(milliseconds=delay_ms),
                 has_eta=has_eta,
                 tolerance=timedelta(milliseconds=0 if due is None else due.tolerance_ms),
@@ -171,7 +163,7 @@ class Recorded:
         )
 
 
-def _times(due: Due | None, eta: Any) -> tuple[int, int, bool]:
+def _times(due: delay.Due | None, eta: Any) -> tuple[int, int, bool]:
     """Return a task's due time and delay, in milliseconds, and whether it has an eta."""
     now_ms = wall_clock.ms()
     if due is not None:
@@ -179,7 +171,7 @@ def _times(due: Due | None, eta: Any) -> tuple[int, int, bool]:
         return due.at_ms, delay_ms, due.is_instant
     # A worker would keep the task until its eta.
     instant = eta_of(eta, UTC)
-    due_ms = now_ms if instant is None else max(milliseconds_of(instant), now_ms)
+    due_ms = now_ms if instant is None else max(delay.milliseconds_of(instant), now_ms)
     return due_ms, due_ms - now_ms, instant is not None
 
 
@@ -205,9 +197,9 @@ class Wanted:
             self._fields = {"task": task if isinstance(task, str) else str(task.name), **given}
         for name, value in given.items():
             if name in ("delay", "tolerance"):
-                self._fields[name] = timedelta(milliseconds=milliseconds(value))
+                self._fields[name] = timedelta(milliseconds=delay.milliseconds(value))
             elif name in ("due", "expires"):
-                self._fields[name] = plain(value, name)
+                self._fields[name] = delay.plain(value, name)
 
     def __str__(self) -> str:
         others = dict(self._fields)
@@ -243,7 +235,7 @@ def _is_equal(sent: Sent, name: str, wanted: Any) -> bool:
         # The delay is shorter than computed: time has passed since then.
         return bool(actual == wanted or (sent.has_eta and actual <= wanted <= actual + SLACK))
     if name == "expires" and isinstance(wanted, timedelta | int | float) and actual is not None:
-        wanted = sent.due - sent.delay + timedelta(milliseconds=milliseconds(wanted))
+        wanted = sent.due - sent.delay + timedelta(milliseconds=delay.milliseconds(wanted))
     if isinstance(actual, datetime) and isinstance(wanted, datetime):
         return abs(actual - wanted) <= SLACK
     if name == "headers":
@@ -262,9 +254,9 @@ def _with_lists(value: Any) -> Any:
 
 def _value(value: Any) -> str:
     if isinstance(value, timedelta):
-        return duration_text(milliseconds(value))
+        return delay.duration_text(delay.milliseconds(value))
     return value.isoformat(" ") if isinstance(value, datetime) else repr(value)
 
 
-def _after(delay: timedelta) -> str:
-    return f"after {_value(delay)}" if delay else "without a delay"
+def _after(length: timedelta) -> str:
+    return f"after {_value(length)}" if length else "without a delay"

@@ -29,7 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 #: Seconds until a wait times out: enough for a busy machine.
 PATIENCE: Final = 300.0
@@ -278,6 +278,16 @@ class Server(Process):
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=1.0):
             return True
         return False
+
+
+class Named(NamedTuple):
+    """An existing server.
+
+    Attributes:
+        url: Its URL.
+    """
+
+    url: str
 
 
 class RedisServer(Server):

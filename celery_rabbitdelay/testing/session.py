@@ -11,27 +11,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, Protocol
-from urllib.parse import unquote, urlsplit, urlunsplit
+from typing import Final
+from urllib.parse import urlsplit, urlunsplit
 from uuid import uuid4
 
 from celery.contrib.testing.worker import start_worker
-from kombu import Queue
+from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import ManagementUnavailable
-from celery_rabbitdelay.operations.management import ManagementAPI
+from celery_rabbitdelay.operations.management import management_api
 from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.testing import servers
 from celery_rabbitdelay.testing import worker as worker_module
-from celery_rabbitdelay.testing.servers import STOP_TIMEOUT, Process, ServerNotStarted, wait_for
+from celery_rabbitdelay.testing.servers import STOP_TIMEOUT, Named, Process, Server, wait_for
 from celery_rabbitdelay.testing.travel import FORGET, TIMEOUT, DidNotSettle, Travel, on_all_keys
-from celery_rabbitdelay.testing.worker import (
-    SETTINGS,
-    WORKER,
-    SharedClock,
-    confirm_all,
-    taking_part,
-)
 
 #: In Celery, environment variables with these prefixes take precedence over the configuration.
 _PREFERRED: Final = ("CELERY_BROKER_", "CELERY_RESULT_BACKEND")
@@ -79,7 +73,7 @@ class Worker(Process):
             TimeoutError: The worker consumes no tasks.
         """
         if not self.running:
-            (self.folder / WORKER).unlink(missing_ok=True)
+            (self.folder / worker_module.WORKER).unlink(missing_ok=True)
             command = [sys.executable, "-m", worker_module.__name__, str(self.folder), self._name]
             # Workers of two applications on one broker need different node names.
             command += [*OPTIONS, f"--hostname={self.folder.name}@%h", *self._options]
@@ -90,25 +84,17 @@ class Worker(Process):
     def kill(self) -> None:
         """Kill the worker and its pool without warning (SIGKILL)."""
         self._end(signal.SIGKILL)
-        (self.folder / WORKER).unlink(missing_ok=True)
+        (self.folder / worker_module.WORKER).unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Stop the worker as a deployment does (SIGTERM): it finishes running tasks."""
         self._end(signal.SIGTERM, os.kill)  # not its pool, which finishes its tasks
-        (self.folder / WORKER).unlink(missing_ok=True)
+        (self.folder / worker_module.WORKER).unlink(missing_ok=True)
 
     def _takes_tasks(self) -> bool:
         if ended := self.why_ended():
             raise RuntimeError(ended)
-        return (self.folder / WORKER).exists()
-
-
-class HasURL(Protocol):
-    """A server."""
-
-    @property
-    def url(self) -> str:
-        """Its URL."""
+        return (self.folder / worker_module.WORKER).exists()
 
 
 class Session:
@@ -129,14 +115,14 @@ class Session:
         TypeError: The application cannot delay tasks.
     """
 
-    def __init__(self, app: object, broker_url: str, redis: Callable[[], HasURL]) -> None:
+    def __init__(self, app: object, broker_url: str, redis: Callable[[], Server | Named]) -> None:
         if not isinstance(app, Celery):
             raise TypeError(
                 f"{app!r} cannot delay tasks: make it with celery_rabbitdelay.Celery, or call "
                 "celery_rabbitdelay.install(app)"
             )
         self.app = app
-        self.redis: HasURL | None = None
+        self.redis: Server | Named | None = None
         self._worker: Worker | None = None
         settings: dict[str, object] = {
             "broker_url": broker_url,
@@ -162,13 +148,13 @@ class Session:
         with ExitStack() as exits:
             folder = TemporaryDirectory(prefix="rabbitdelay-", ignore_cleanup_errors=True)
             self.folder = Path(exits.enter_context(folder))
-            (self.folder / SETTINGS).write_text(json.dumps(settings))
-            self._clock = SharedClock(self.folder)
+            (self.folder / worker_module.SETTINGS).write_text(json.dumps(settings))
+            self._clock = worker_module.SharedClock(self.folder)
             for name in [name for name in os.environ if name.startswith(_PREFERRED)]:
                 exits.callback(os.environ.__setitem__, name, os.environ.pop(name))
             exits.callback(self._give_back, dict(app.conf.changes or {}))
             app.conf.update(settings)
-            confirm_all(app)
+            worker_module.confirm_all(app)
             # app.rabbitdelay may have been used already, on other servers.
             app.rabbitdelay.reset()
             exits.callback(self._forget)
@@ -202,9 +188,9 @@ class Session:
 
     def worker_in_thread(self) -> None:
         """Start a worker in a thread of this process, unless it runs."""
-        consumed = self.folder / WORKER
+        consumed = self.folder / worker_module.WORKER
         if not consumed.exists():
-            self._exits.enter_context(taking_part(self.app, self.folder))
+            self._exits.enter_context(worker_module.taking_part(self.app, self.folder))
             self._exits.enter_context(
                 start_worker(self.app, perform_ping_check=False, shutdown_timeout=STOP_TIMEOUT)
             )
@@ -235,7 +221,7 @@ class Session:
 
     def _remove(self) -> None:
         self._purge([*self.app.rabbitdelay.topology.queues, *self.app.amqp.queues.values()])
-        if (self.folder / WORKER).exists():
+        if (self.folder / worker_module.WORKER).exists():
             try:
                 with closing(self.travel(LEFT_TIMEOUT)) as travel:
                     travel.rest()
@@ -283,8 +269,8 @@ def own_virtual_host(broker_url: str, management_url: str = "") -> Iterator[str]
 
     Args:
         broker_url: The broker; its user gets all permissions there.
-        management_url: The management API, with a user that is an administrator; empty for port
-            15672 of the broker's host, and its user.
+        management_url: The management API, with a user that is an administrator; empty for the
+            default port of the broker's host, and its user.
 
     Yields:
         The URL of the virtual host.
@@ -293,19 +279,18 @@ def own_virtual_host(broker_url: str, management_url: str = "") -> Iterator[str]
         InvalidManagementURL: ``management_url`` is invalid.
         ServerNotStarted: The management API does not answer, or refuses.
     """
-    broker, name = urlsplit(broker_url), f"test-{uuid4().hex[:8]}"
-    user, password = broker.username or "guest", broker.password or "guest"
-    url = management_url or f"http://{user}:{password}@{broker.hostname}:15672"
-    api, everything = ManagementAPI(url), dict.fromkeys(("configure", "write", "read"), ".*")
+    broker, name = Connection(broker_url), f"test-{uuid4().hex[:8]}"
+    api = management_api(broker, management_url or None)
+    everything = dict.fromkeys(("configure", "write", "read"), ".*")
     try:
         api.change("PUT", "vhosts", name)
-        api.change("PUT", "permissions", name, unquote(user), **everything)
+        api.change("PUT", "permissions", name, broker.userid or "guest", **everything)
     except ManagementUnavailable as error:
-        raise ServerNotStarted(
+        raise servers.ServerNotStarted(
             "cannot make a virtual host for the tests; name another management API with "
             f"--rabbitdelay-management: {error}"
         ) from error
     try:
-        yield urlunsplit(broker._replace(path=f"/{name}"))
+        yield urlunsplit(urlsplit(broker_url)._replace(path=f"/{name}"))
     finally:
         api.change("DELETE", "vhosts", name)
