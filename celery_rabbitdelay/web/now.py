@@ -19,8 +19,8 @@ from celery_rabbitdelay.operations.verify import Severity, Verification, blocked
 from celery_rabbitdelay.registry.index import Kind, KindCounts
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.charts import DAY, HOUR, MINUTE, aligned
-from celery_rabbitdelay.web.problems import problems
-from celery_rabbitdelay.web.site import Answer, Site
+from celery_rabbitdelay.web.problems import awaited, problems
+from celery_rabbitdelay.web.site import PATIENCE, WORKERS_PERIOD, Answer, Site, is_awaited
 from celery_rabbitdelay.web.states import Due, Holds
 from celery_rabbitdelay.web.undeliverable import reasons
 from celery_rabbitdelay.web.view_request import ViewRequest
@@ -29,9 +29,6 @@ from celery_rabbitdelay.web.workers import unserved
 #: Seconds between two readings of the tracked tasks, of the management API's statistics, and of
 #: the findings, which take some requests to that API per queue.
 DUE_PERIOD, SENT_PERIOD, FINDINGS_PERIOD = 5.0, 20.0, 60.0
-
-#: Seconds for which a request waits for new figures of the tracked tasks before it shows old ones.
-DUE_PATIENCE: Final = 0.3
 
 #: The spans of the histogram, and its steps.
 HORIZONS: Final = {
@@ -89,16 +86,13 @@ def now(request: ViewRequest) -> dict[str, object]:
     site, fields = request.site, request.fields
     by = fields.one_of("by", Kind._fields, "task")
     horizon = fields.one_of("horizon", HORIZONS, "hour")
-    queues, reading = site.queues(), Reading[Waits]()
+    queues, reading, found = site.queues(PATIENCE), Reading[Waits](), findings_of(site)
     # Without the broker, the workers cannot be reached either.
     workers = Reading[dict[str, Answer]](error=queues.error) if queues.error else site.workers()
     if site.delays.has_registry:
-        ask = partial(site.latest, f"due in a {horizon}", partial(_look, site, horizon), DUE_PERIOD)
-        reading = ask(patience=DUE_PATIENCE)
-        if reading.value is None:  # no earlier figures to show
-            reading = ask()
-    waits, found = reading.value or NOTHING, findings_of(site, patience=0)
-    alone = {} if queues.error else unserved(site)
+        look = partial(_look, site, horizon)
+        reading = site.latest(f"due in a {horizon}", look, DUE_PERIOD, PATIENCE)
+    waits, alone = reading.value or NOTHING, {} if queues.error else unserved(site)
     answers = workers.value or {}
     late, total, least = late_by_task(answers.values()), None, None
     if queues.value is not None:
@@ -107,15 +101,22 @@ def now(request: ViewRequest) -> dict[str, object]:
         least = due_at_least(site.delays.topology, backlog, length // timedelta(milliseconds=1))
     tasks, for_queues = _rows(waits, "task", late), _rows(waits, "queue", {})
     lost = Counter[str]() if queues.value is None else reasons(site, queues.value)
+    notes = [
+        *awaited("The workers are being asked", workers, WORKERS_PERIOD, "workers"),
+        *awaited("The broker is being checked", found, FINDINGS_PERIOD, "health"),
+    ]
+    known = problems(queues, workers, reading.error, waits.due, found.value, alone, lost)
     return {
-        "taken": queues.taken,
+        "taken": min(filter(None, (queues.taken, reading.taken)), default=None),
         "broker_error": queues.error,
         "has_registry": site.delays.has_registry,
         "registry_error": reading.error,
-        "problems": problems(queues, workers, reading.error, waits.due, found.value, alone, lost),
+        "problems": [*known, *notes],
+        "is_awaited": bool(notes),
         "findings_taken": found.taken,
         "findings_error": found.error,
-        "workers": len(answers),
+        "workers": None if workers.value is None else len(answers),
+        "workers_taken": workers.taken,
         "unserved": alone,
         "by": by,
         "horizon": horizon,
@@ -294,14 +295,14 @@ def _sent(site: Site) -> list[tuple[datetime, float]]:
     return [(instant_of(at_ms), count * 60 / step) for at_ms, count in sorted(sent.items())]
 
 
-def findings_of(site: Site, patience: float | None = None) -> Reading[Verification]:
-    """Return the findings of ``verify``: faults that lose tasks, or make them early or late."""
+def findings_of(site: Site) -> Reading[Verification]:
+    """Return the latest findings of ``verify``; no page waits for new ones."""
 
     def look() -> Verification:
         url = site.options.management
         return site.ask(lambda found: verify_application(site.delays, found, url))
 
-    return site.latest("findings", look, FINDINGS_PERIOD, patience)
+    return site.latest("findings", look, FINDINGS_PERIOD, patience=0)
 
 
 def health(request: ViewRequest) -> dict[str, object]:
@@ -316,9 +317,10 @@ def health(request: ViewRequest) -> dict[str, object]:
     number = Counter(each.severity for each in findings)
     return {
         "taken": reading.taken,
+        "is_awaited": is_awaited(reading, FINDINGS_PERIOD),
         "error": reading.error or broker_error,
         "needs": NEEDS,
-        "version": None if reading.value is None else reading.value.version,
-        "counts": {severity: number[severity] for severity in get_args(Severity)},
+        "version": reading.value and reading.value.version,
+        "counts": reading.value and {each: number[each] for each in get_args(Severity)},
         "findings": findings,
     }

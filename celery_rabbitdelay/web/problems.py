@@ -14,7 +14,7 @@ from celery_rabbitdelay.publishing.declaration import unserved_modules
 from celery_rabbitdelay.registry.index import Kind
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.query import Term
-from celery_rabbitdelay.web.site import Answer, Glance
+from celery_rabbitdelay.web.site import Answer, Glance, is_awaited
 from celery_rabbitdelay.web.states import Due
 
 #: Seconds of lateness from which a probe is a problem.
@@ -79,6 +79,13 @@ def problems(
         *_of_findings(found),
     ]
     return sorted(all_of_them, key=lambda each: get_args(Severity).index(each.severity))
+
+
+def awaited(words: str, reading: Reading[Any], period: float, page: str) -> Iterator[Problem]:
+    """Yield the note that a reading is being taken, with the age of the old one."""
+    if is_awaited(reading, period):
+        age = "" if reading.taken is None else f"; the last answer came {shown.left(reading.taken)}"
+        yield Problem("note", f"{words}{age}", page=page, shape="waiting")
 
 
 def _of_servers(

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from threading import Event, Lock, Thread
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
@@ -34,6 +34,12 @@ CONNECT_TIMEOUT, ANSWER_TIMEOUT = 2.0, 5.0
 
 #: Seconds between two readings of the queues, and of the workers.
 STATUS_PERIOD, WORKERS_PERIOD = 2.0, 10.0
+
+#: Seconds for which Now waits for each of its new figures before it shows old ones.
+PATIENCE: Final = 0.1
+
+#: How many periods a reading may be old before a page says so.
+OLD: Final = 2
 
 #: Seconds to wait for the workers' answers.
 WORKERS_TIMEOUT: Final = 1.0
@@ -115,27 +121,30 @@ class Site:
             name: The name of the reading.
             look: Reads anew. The function of the first call for a name stays in use.
             period: As for :class:`.Readings`.
-            patience: The most seconds that this request waits for a new reading; None for no limit.
+            patience: The most seconds that this request waits for a new reading if there is an old
+                one; None for no limit. With 0, it does not wait for the first reading either.
         """
-        return self._readings.setdefault(name, Readings(look, period)).latest(patience)
+        readings = self._readings.setdefault(name, Readings(look, period))
+        reading = readings.latest(patience)
+        return readings.latest() if patience and reading == Reading() else reading
 
     def outdate(self, name: str) -> None:
         """Expire a cached reading, because an action has changed its subject."""
         if name in self._readings:
             self._readings[name].outdate()
 
-    def queues(self) -> Reading[Glance]:
-        """Return the message counts of all queues."""
+    def queues(self, patience: float | None = None) -> Reading[Glance]:
+        """Return the message counts of all queues; for ``patience``, see :meth:`latest`."""
 
         def look() -> Glance:
             status = self.queues_broker.ask(lambda found: status_of(self.delays, found, timeout=0))
             before, self._before = self._before, status
             return Glance(status, {} if before is None else rates_between(before, status))
 
-        return self.latest("queues", look, STATUS_PERIOD)
+        return self.latest("queues", look, STATUS_PERIOD, patience)
 
     def workers(self) -> Reading[dict[str, Answer]]:
-        """Return the workers' answers, by worker."""
+        """Return the workers' latest answers, by worker; no page waits for new answers."""
 
         def look() -> dict[str, Answer]:
             if self.delays.is_blocked():
@@ -144,7 +153,13 @@ class Site:
                 lambda found: status_of_workers(self.app, found, WORKERS_TIMEOUT, about=True)
             )
 
-        return self.latest("workers", look, WORKERS_PERIOD)
+        return self.latest("workers", look, WORKERS_PERIOD, patience=0)
+
+
+def is_awaited(reading: Reading[Any], period: float) -> bool:
+    """Return whether a page says that a reading is being taken: it has none, or an old one."""
+    old = wall_clock.now() - OLD * timedelta(seconds=period)
+    return reading.error is None and (reading.taken is None or reading.taken < old)
 
 
 class Verb(NamedTuple):

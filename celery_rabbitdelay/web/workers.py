@@ -10,7 +10,7 @@ from kombu import Queue
 
 from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.web.site import Answer, Site
+from celery_rabbitdelay.web.site import PATIENCE, WORKERS_PERIOD, Answer, Site, is_awaited
 from celery_rabbitdelay.web.states import counted
 from celery_rabbitdelay.web.view_request import ViewRequest
 
@@ -26,6 +26,7 @@ def workers(request: ViewRequest) -> dict[str, object]:
     answers = dict(sorted((reading.value or {}).items()))
     return {
         "taken": reading.taken,
+        "is_awaited": is_awaited(reading, WORKERS_PERIOD),
         "error": reading.error,
         "workers": [_worker(name, answer) for name, answer in answers.items()],
         "unserved": [*unserved(request.site)],
@@ -72,7 +73,8 @@ def unserved(site: Site) -> Mapping[str, bool]:
     """
     if not site.delays.has_registry:
         return {}
-    return site.latest("unserved", partial(_unserved, site), UNSERVED_PERIOD).value or {}
+    look = partial(_unserved, site)
+    return site.latest("unserved", look, UNSERVED_PERIOD, PATIENCE).value or {}
 
 
 def _unserved(site: Site) -> Mapping[str, bool]:

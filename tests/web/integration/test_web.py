@@ -23,11 +23,12 @@ from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ATTEMPTS, FAILED_SINCE, FIRST_REASON
 from celery_rabbitdelay.operations.undeliverable import UndeliverableFilter
+from celery_rabbitdelay.operations.verify import Verification
 from celery_rabbitdelay.publishing.declaration import declare_destination, queue_counts
 from celery_rabbitdelay.registry.decision import Arrival
 from celery_rabbitdelay.registry.index import SHARDS, Filter, Index, Kind, shard_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from celery_rabbitdelay.web import application, now, site, task, undeliverable, workers
+from celery_rabbitdelay.web import application, now, site, states, task, undeliverable, workers
 from celery_rabbitdelay.web import search as operations
 from celery_rabbitdelay.web.access import COOKIE
 from celery_rabbitdelay.web.options import hash_password, is_password
@@ -704,6 +705,70 @@ def test_a_frozen_broker_holds_up_no_other_page(
     assert looking.result()["broker_error"]
 
 
+def test_no_page_waits_for_workers_and_each_says_how_old_their_answers_are(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_answer = Event()
+
+    def ask(*_: Any, **__: Any) -> dict[str, Any]:
+        assert may_answer.wait(PATIENCE), "a page has waited"
+        return {"one@here": {}}
+
+    def check(*_: Any) -> Verification:
+        ask()
+        return Verification("4.0", ())
+
+    monkeypatch.setattr(site, "status_of_workers", ask)
+    monkeypatch.setattr(now, "verify_application", check)
+
+    def notes() -> list[str]:
+        told = browser.json("/now")
+        assert 'hx-trigger="every 1s"' in browser.get("/now").text or not told["is_awaited"]
+        return [each["words"] for each in told["problems"] if each["severity"] == "note"]
+
+    asked, checked = "The workers are being asked", "The broker is being checked"
+    assert notes() == [asked, checked]
+    assert browser.json("/now")["workers"] is None
+    for page, words, figure in (("/workers", asked, "workers"), ("/health", checked, "version")):
+        told = browser.json(page)
+        assert (told["is_awaited"], told["taken"], told[figure] or None) == (True, None, None)
+        assert f"{words}." in browser.get(page).text
+
+    may_answer.set()
+    wait_for(lambda: notes() == [], "the answers", PATIENCE)
+    may_answer.clear()
+    assert browser.json("/now")["workers"] == 1
+    assert not any(browser.json(page)["is_awaited"] for page in ("/workers", "/health"))
+    later(monkeypatch, HOUR)
+    assert notes() == [f"{each}; the last answer came 1 h ago" for each in (asked, checked)]
+    may_answer.set()
+
+
+def test_now_shows_old_figures_while_the_broker_and_redis_do_not_answer(
+    shop: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, period in ((site, "STATUS"), (now, "DUE"), (states, "COUNTED")):
+        monkeypatch.setattr(module, f"{period}_PERIOD", 0.0)
+    monkeypatch.setattr(workers, "UNSERVED_PERIOD", 0.0)
+    send(shop)
+    wait_for(lambda: browser.json("/now")["total"] == 1, "the counts")
+    may_answer = Event()
+
+    def ask(*_: Any, **__: Any) -> None:
+        assert may_answer.wait(PATIENCE), "the page has waited"
+        raise OSError("away")
+
+    for owner, name in ((site, "status_of"), (Index, "summary"), (workers, "queue_counts")):
+        monkeypatch.setattr(owner, name, ask)
+    told = [browser.json("/now") for _ in range(2)]
+    assert [(each["total"], each["waiting"], each["broker_error"]) for each in told] == [
+        (1, 1, None)
+    ] * 2
+    assert told[0]["taken"] == told[1]["taken"]
+    may_answer.set()
+    wait_for(lambda: browser.json("/now")["broker_error"], "the error", PATIENCE)
+
+
 def test_without_a_registry_the_page_counts_and_says_what_else_it_needs(
     configuration: dict[str, Any],
 ) -> None:
@@ -1047,6 +1112,7 @@ def test_workers_say_where_they_take_from_and_a_queue_without_one_is_named(
     assert browser.json("/workers")["unserved"] == [queue]
     with Worker(shop.configuration, None, "-n", "one@here"):
         wait_for(lambda: not browser.json("/workers")["unserved"], "a consumer", PATIENCE)
+        wait_for(lambda: browser.json("/workers")["workers"], "its answer", PATIENCE)
         (told,) = browser.json("/workers")["workers"]
         assert (told["name"], told["error"], told["running"]) == ("one@here", None, [])
         assert queue in told["queues"]

@@ -198,7 +198,11 @@ def test_an_open_page_shows_that_the_broker_and_redis_are_away_and_comes_back(
     shop = make_shop(**settings)
     task_id = send(shop)[0]
     with ServedPage({**configuration, **settings}) as page:
-        tab, acting = signed_in(open_tab, page), open_tab(page, "acting")
+        acting = open_tab(page, "acting")
+        acting.go("/workers?refresh=off")
+        sign_in(acting)
+        acting.see("No worker has answered within a second")  # which no page waits for
+        tab = signed_in(open_tab, page)
         tab.see("1 task waits", "1 message in the levels")
         tab.run("window.isTheSamePage = true")
         private_rabbitmq.kill()
@@ -210,7 +214,6 @@ def test_an_open_page_shows_that_the_broker_and_redis_are_away_and_comes_back(
         tab.see_no("The broker cannot be reached")
 
         acting.go(f"/waiting/task?id={task_id}&refresh=off")
-        sign_in(acting)
         acting.see("Why it has not run")
         with Redis.from_url(redis.url) as client:
             client.save()
