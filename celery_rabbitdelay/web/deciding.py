@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime, timedelta
+from typing import Final, TypeAlias
 
 from starlette.exceptions import HTTPException
 
+from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import InvalidDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, check_max_delay, instant_of, milliseconds_of
@@ -15,14 +17,7 @@ from celery_rabbitdelay.registry.commands import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.record import record_of
-from celery_rabbitdelay.web.search import (
-    Search,
-    Until,
-    by_delay,
-    postpone_batches,
-    to_instant,
-    to_now,
-)
+from celery_rabbitdelay.web.search import Search
 from celery_rabbitdelay.web.site import Does, Verb, Work, in_batches, log_action
 from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 from celery_rabbitdelay.web.waiting import rows
@@ -40,15 +35,18 @@ SHOWN: Final = 10
 #: The pages that an action may lead back to.
 BACK: Final = ("waiting?", "waiting/task?")
 
+#: Returns a task's new due time from its id and its present due time; None for no change.
+Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
+
 
 def decide(action: str, request: ViewRequest) -> dict[str, object]:
     """Cancel, postpone or run the selected tasks one by one, up to the first error."""
-    decide, ids = _decision(request, _until(request, action)), _ids(request)
+    until, ids, delays = _until(request, action), _ids(request), request.with_registry
     outcomes: list[dict[str, str]] = []
     error = None
     try:
         for each in ids:
-            outcome = decide(each)
+            outcome = _decide(delays, each, until)
             outcomes.append({"id": each, "outcome": outcome.value, "words": WORDS[outcome]})
     except AWAY as failed:
         error = why(failed)
@@ -77,21 +75,15 @@ def _back(request: ViewRequest) -> str:
     return back if back.startswith(BACK) else "waiting"
 
 
-def _decision(request: ViewRequest, until: Until | None) -> Callable[[str], Outcome]:
-    """Return a function that cancels the task of an id or, with ``until``, postpones it."""
-    delays = request.with_registry
+def _decide(delays: RabbitDelay, task_id: str, until: Until | None) -> Outcome:
+    """Cancel the task of an id or, with ``until``, postpone it."""
     if until is None:
-        return lambda task_id: delays.cancel(task_id, also_future=False)
-
-    def postponed(task_id: str) -> Outcome:
-        record = record_of(delays.registry, task_id)
-        due = wall_clock.now()  # any time will do if the task does not wait
-        if record is not None and record.due_ms is not None:
-            due = instant_of(record.runs_ms)
-        eta = until(task_id, due) or due
-        return delays.postpone(task_id, eta=eta, also_future=False)
-
-    return postponed
+        return delays.cancel(task_id, also_future=False)
+    record = record_of(delays.registry, task_id)
+    due = wall_clock.now()  # any time will do if the task does not wait
+    if record is not None and record.due_ms is not None:
+        due = instant_of(record.runs_ms)
+    return delays.postpone(task_id, eta=until(task_id, due) or due, also_future=False)
 
 
 def confirm(request: ViewRequest) -> dict[str, object]:
@@ -127,24 +119,27 @@ def decide_all(request: ViewRequest) -> dict[str, object]:
     search, until = Search.of(request, end), _until(request, action)
     delays, wanted = search.delays, search.filter._replace(sent_before_ms=milliseconds_of(end))
     _, count, may_be_more = search.counted()
-    batches: Iterator[int]
-    if search.ids is not None:
-        decide, index = _decision(request, until), delays.registry.index
-        found = index.matching(index.tasks(search.ids), wanted)
-        batches = (int(decide(each.task_id) is Outcome.DONE) for each in found)
-    elif until is None:
+    index = delays.registry.index
+    if until is None and search.ids is None:
         batches = delays.cancel_batches(wanted)
     else:
-        batches = postpone_batches(delays, wanted, until)
+        ids = search.ids
+        found = index.pending(wanted) if ids is None else index.matching(index.tasks(ids), wanted)
+        batches = _decide_each(delays, found, until)
     about = f"tasks that match {search.query}" if search.query.terms else "all tracked tasks"
     about += f" (at least {count:,})" if may_be_more else ""
     return begin(request, ACTIONS[action], about, count, in_batches(batches), _back(request))
 
 
-def named(filters: Mapping[str, str | None], what: str) -> str:
-    """Describe the subject of a long action by its filters."""
-    chosen = " ".join(f"{name}={value!r}" for name, value in filters.items() if value)
-    return f"{what} with {chosen}" if chosen else f"all {what}"
+def _decide_each(
+    delays: RabbitDelay, tasks: Iterable[Pending], until: Until | None
+) -> Iterator[int]:
+    """Decide about tracked tasks, and yield for each whether it has changed."""
+    for each in tasks:
+        if until is None:
+            yield int(delays.cancel(each.task_id, also_future=False) is Outcome.DONE)
+        elif (eta := until(each.task_id, each.due)) is not None:
+            yield int(delays.postpone(each.task_id, eta=eta, also_future=False) is Outcome.DONE)
 
 
 def begin(
@@ -184,15 +179,34 @@ def _until(request: ViewRequest, action: str) -> Until | None:
     if action == "cancel":
         return None
     if action == "run-now":
-        return to_now()
+        now = instant_of(wall_clock.ms())
+        return lambda _, due: None if now <= due <= wall_clock.now() else now  # it moves only once
     by, until = request.duration("by"), request.instant("until")
     if by and until is None:
-        return by_delay(by)
+        return _by_delay(by)
     if until is None or by is not None:
         takes = "takes a delay of more than 0 (90, 1h30m, 3d), or an instant as 'until'"
         raise Wrong("by", takes)
     try:
         check_max_delay(Due.at(until))
-        return to_instant(until)
+        instant = instant_of(milliseconds_of(until))
     except (InvalidDelay, OverflowError) as wrong:
         raise Wrong("until", "is too far away") from wrong
+    return lambda _, due: None if due == instant else instant
+
+
+def _by_delay(delay: timedelta) -> Until:
+    """Return the function that postpones tasks by a delay, counted from now for late tasks.
+
+    A task that comes up again at its new place in the order does not move again.
+    """
+    moved = dict[str, datetime]()
+
+    def until(task_id: str, due: datetime) -> datetime | None:
+        while (passed := next(iter(moved), None)) is not None and moved[passed] < due:
+            del moved[passed]  # the order has passed its new place: it cannot come up again
+        if task_id in moved:
+            return None
+        return moved.setdefault(task_id, max(due, wall_clock.now()) + delay)
+
+    return until

@@ -232,15 +232,16 @@ def filter_of(query: Query, context: Context) -> Filter:
         conditions.append(lambda task: sent.has(task.sent))
     if states and states != {"waiting"} and not by_kind:
         conditions.append(lambda task: holds.state(task) in states)
-    words = [("", *(part.lower() for part in each.parts), "") for each in query.named("")]
+    texts_of_words = [[part.lower() for part in each.parts] for each in query.named("")]
+    words = [(_pattern(each), _pattern(["", *each])) for each in texts_of_words]
 
     def has_words(task: Pending, message: str) -> bool:
         arguments = context.arguments and context.arguments(task.task, message)
         texts = [(each or "").lower() for each in (task.key, arguments)]
         return all(
             # An id must begin with the word: random ids contain any short text somewhere.
-            _fits(word[1:], task.task_id.lower()) or any(_fits(word, text) for text in texts)
-            for word in words
+            begins.match(task.task_id.lower()) or any(map(has.match, texts))
+            for begins, has in words
         )
 
     if words and context.arguments is None:
@@ -298,25 +299,17 @@ def _escaped(character: str) -> str:
 
 def _matcher(query: Query, name: str) -> Callable[[Pending | Kind], bool]:
     """Return a predicate: a task or a kind matches a term of a name, or no term has the name."""
-    patterns = [each.parts for each in query.named(name)]
+    patterns = [_pattern(each.parts) for each in query.named(name)]
     text_of = attrgetter("task_id" if name == "id" else name)
-    return lambda each: not patterns or any(_fits(one, text_of(each) or "") for one in patterns)
+    return lambda each: not patterns or any(one.fullmatch(text_of(each) or "") for one in patterns)
 
 
-def _fits(parts: Sequence[str], text: str) -> bool:
-    """Return whether a text consists of these parts in order, with any text in between."""
-    first, *middle = parts
-    if not middle:
-        return text == first
-    last, at = middle.pop(), len(first)
-    end = len(text) - len(last)
-    if at > end or not (text.startswith(first) and text.endswith(last)):
-        return False
-    for each in middle:
-        if (found := text.find(each, at, end)) < 0:
-            return False
-        at = found + len(each)
-    return True
+def _pattern(parts: Sequence[str]) -> re.Pattern[str]:
+    """Return the pattern of these parts in order, with any text in between."""
+    first, *others = map(re.escape, parts)
+    # Of a part in the middle, only the first place counts: a search cannot make matching slow.
+    between = [f"(?>.*?{each})" for each in others[:-1]]
+    return re.compile("".join([first, *between, *(f".*{each}" for each in others[-1:])]), re.DOTALL)
 
 
 def _span_of(term: Term, now: datetime, zone: tzinfo) -> Span:

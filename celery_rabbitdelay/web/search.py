@@ -1,18 +1,17 @@
-"""Search, count and postpone waiting tracked tasks, in batches."""
+"""Search and count waiting tracked tasks, in batches."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from typing import Final, NamedTuple, Self, TypeAlias
 
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.registry.decision import Outcome
+from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.registry.index import ALL_KINDS, Filter, KindCounts, Pending, Summary
 from celery_rabbitdelay.registry.record import MessageFacts, record_of
 from celery_rabbitdelay.web.options import Options
@@ -29,9 +28,6 @@ COUNTED_JOBS: Final = 8
 
 #: The spans that due tasks are counted for beside a search: the term's value, and milliseconds.
 SOON: Final = {"<1h": 3_600_000, "<1d": 86_400_000, "<7d": 604_800_000}
-
-#: Returns a task's new due time from its id and its present due time; None for no change.
-Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
 
 #: The counts of matching tasks per value, by the name of the term: task, queue, state and so on.
 Counts: TypeAlias = Mapping[str, Counter[str]]
@@ -202,60 +198,3 @@ def arguments(options: Options, task: str, message: str) -> str | None:
     headers = MessageFacts.of(message)
     given = [each for each in (headers.args, headers.kwargs) if each not in ("()", "{}")]
     return " ".join(filter(None, (options.shown(task, each) for each in given))) or None
-
-
-def postpone_batches(delays: RabbitDelay, wanted: Filter, until: Until) -> Iterator[int]:
-    """Postpone all matching tasks, and yield the number of postponed tasks per batch.
-
-    If a batch fails partway, its number is yielded before the error is raised.
-
-    Args:
-        delays: The application's delays.
-        wanted: Selects the tasks.
-        until: Returns a task's new due time. ``until`` may be called twice for a postponed task.
-
-    Raises:
-        InvalidDelay: The new delay is too long.
-        NotTracked: The due time would become earlier, and the task's message is unknown.
-        RegistryUnavailable: Redis does not answer.
-    """
-    for part in delays.registry.index.parts(wanted):
-        done = 0
-        try:
-            for each in part.tasks:
-                if (eta := until(each.task_id, each.due)) is not None:
-                    outcome = delays.postpone(each.task_id, eta=eta, also_future=False)
-                    done += outcome is Outcome.DONE
-        except Exception:
-            yield done
-            raise
-        yield done
-
-
-def to_instant(instant: datetime) -> Until:
-    """Return the function that postpones all tasks to one instant."""
-    instant = instant_of(milliseconds_of(instant))
-    return lambda _, due: None if due == instant else instant
-
-
-def to_now() -> Until:
-    """Return the function that makes all tasks due now; a task moves only once."""
-    now = instant_of(wall_clock.ms())
-    return lambda _, due: None if now <= due <= wall_clock.now() else now
-
-
-def by_delay(delay: timedelta) -> Until:
-    """Return the function that postpones tasks by a delay, counted from now for late tasks.
-
-    A task that comes up again at its new place in the order does not move again.
-    """
-    moved = dict[str, datetime]()
-
-    def until(task_id: str, due: datetime) -> datetime | None:
-        while (passed := next(iter(moved), None)) is not None and moved[passed] < due:
-            del moved[passed]  # the order has passed its new place: it cannot come up again
-        if task_id in moved:
-            return None
-        return moved.setdefault(task_id, max(due, wall_clock.now()) + delay)
-
-    return until

@@ -20,7 +20,7 @@ from celery_rabbitdelay.operations import undeliverable as read
 from celery_rabbitdelay.operations.mover import Place
 from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport, UndeliverableFilter
 from celery_rabbitdelay.web.charts import DAY
-from celery_rabbitdelay.web.deciding import begin, named
+from celery_rabbitdelay.web.deciding import begin
 from celery_rabbitdelay.web.site import Glance, Site, Verb, Work
 from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
@@ -145,10 +145,7 @@ def message(request: ViewRequest) -> dict[str, object]:
     name = request.fields.needed("name")
     for each in _latest(request.site).value or ():
         if each.name == name:
-            record = _record(request, each)
-            body = record["body"] or {"text": None}
-            text = body["text"] if body["text"] is not None else body.get("base64")
-            return {"message": {**record, "body": text, "name": name}}
+            return {"message": {**_record(request, each), "name": name}}
     raise HTTPException(404, "The latest reading lacks this message: it may have left the queue.")
 
 
@@ -160,8 +157,9 @@ def _record(request: ViewRequest, kept: Kept) -> dict[str, Any]:
     for name in headers.keys() & ARGUMENTS:
         if (text := options.shown(task, str(headers.pop(name)))) is not None:
             headers[name] = text
-    texts = {name: options.shown(task, kept.body[name]) for name in ("text", "base64")}
-    return {**record, "body": {**kept.body, **texts} if options.shows_arguments else None}
+    text, encoded, size = (kept.body[name] for name in ("text", "base64", "size"))
+    body = options.shown(task, encoded if text is None else text)
+    return {**record, "body": body, "size": size}
 
 
 def confirm(request: ViewRequest) -> dict[str, object]:
@@ -194,10 +192,11 @@ def decide(request: ViewRequest) -> dict[str, object]:
         if report.stopped not in (None, STOPPED):
             raise OperationalError(report.stopped)
 
-    filters = request.fields.filter(FILTERS)
+    filters = request.fields.filter(FILTERS).items()
+    chosen = " ".join(f"{name}={value!r}" for name, value in filters if value)
+    about = f"undeliverable messages with {chosen}" if chosen else "all undeliverable messages"
     address = request.fields.address(**dict.fromkeys(("token", "action", "count", "to", "delay")))
-    about, back = named(filters, "undeliverable messages"), f"undeliverable?{address}"
-    return begin(request, ACTIONS[action], about, count, does, back)
+    return begin(request, ACTIONS[action], about, count, does, f"undeliverable?{address}")
 
 
 def _remove(request: ViewRequest, action: str, matches: Matches, **options: Any) -> RemovalReport:
