@@ -1,13 +1,20 @@
 """The rule of schedules in Python: what is noted when a message of a schedule arrives. Pure.
 
 An instant is decided once, by the first of its messages that arrives and has the schedule's latest
-order. What follows it is published and confirmed before that message is acknowledged. Healing
-publishes the instant again that waits; an edit takes a later order. Neither decides anything.
+order. Afterwards, only that message goes on: if it names the arrival that has decided, or if
+RabbitMQ has redelivered it. What follows it is published and confirmed before that message is
+acknowledged. Healing publishes the instant again that waits; an edit takes a later order. Neither
+decides anything.
 
 ``celery_rabbitdelay/schedules/lua`` has the same rule on the records in Redis.
 """
 
+from __future__ import annotations
+
 from typing import Final, NamedTuple
+
+from celery_rabbitdelay.levels.headers import Mark
+from celery_rabbitdelay.registry.decision import Arrival
 
 #: Of how many instants it is noted which message has decided them; in Redis, also of all those of
 #: the last ten minutes. Of an older one, a message that has come before counts as that one.
@@ -15,18 +22,16 @@ WINNERS: Final = 8
 
 
 class Winner(NamedTuple):
-    """The message that has decided an instant.
+    """The arrival that has decided an instant.
 
     Attributes:
         instant: The instant.
-        name: The name of the message.
-        turns: How often it had been put back.
-        arrival: The name of its arrival.
+        mark: The name of its message, and how often that had been put back.
+        arrival: Its name.
     """
 
     instant: int
-    name: str
-    turns: int
+    mark: Mark
     arrival: str
 
 
@@ -44,7 +49,7 @@ class Record(NamedTuple):
         ahead: The instant whose message waits; None if none follows.
         behind: The latest instant of the backlog that was decided; -1 if none was.
         done: The instant that was decided last, apart from the backlog; -1 if none was.
-        winners: The messages that have decided the latest instants, the latest decision last.
+        winners: The arrivals that have decided the latest instants, the latest decision last.
         is_paused: Whether it is paused.
         is_deleted: Whether it was deleted; such a record only says that older messages do not run.
     """
@@ -68,17 +73,42 @@ class Message(NamedTuple):
         instant: The instant that it is about.
         order: The order of the edit that it was sent for.
         revision: The revision of that edit.
-        name: Its own name, which a redelivery keeps, and what is put back of it.
-        turns: How often it was put back.
+        mark: Its own name, which a redelivery keeps, and what is put back of it; how often it was
+            put back; and the arrivals that did so after they had asked.
         redelivered: Whether RabbitMQ has delivered it before.
+        in_doubt: Whether it was put back although RabbitMQ had redelivered it.
     """
 
     instant: int
     order: int
     revision: str
-    name: str
-    turns: int = 0
+    mark: Mark
     redelivered: bool = False
+    in_doubt: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its own name."""
+        return self.mark.name
+
+    @property
+    def is_again(self) -> bool:
+        """Whether RabbitMQ has redelivered it, or what was put back as it."""
+        return self.redelivered or self.in_doubt
+
+    def put_back(self, arrival: str) -> Message:
+        """Return what an arrival of it puts back."""
+        mark = self.mark.after(arrival)
+        return self._replace(
+            mark=mark._replace(generation=mark.generation + 1),
+            redelivered=False,
+            in_doubt=self.is_again,
+        )
+
+    def arrival(self, name: str) -> Arrival:
+        """Return an arrival of it, as the registry's rule takes it."""
+        asks = Arrival("task", 0, mark=self.mark, name=name)
+        return asks._replace(redelivered=self.redelivered, in_doubt=self.in_doubt)
 
 
 class Decided(NamedTuple):
@@ -134,15 +164,11 @@ def decide(
     order = message.order if is_backlog else record.order
     if is_backlog and following is not None and following >= record.first:
         following = None  # the put has sent it
-    own = Winner(message.instant, message.name, message.turns, arrival)
+    own = Winner(message.instant, message.mark._replace(former=()), arrival)
+    asks = message.arrival(arrival)
     winner = next((each for each in record.winners if each.instant == message.instant), None)
     if winner is not None:
-        is_same = message.redelivered or arrival == winner.arrival
-        if (
-            own.name != winner.name
-            or own.turns < winner.turns
-            or (own.turns == winner.turns and not is_same)
-        ):
+        if not asks.follows(winner.mark, winner.arrival):
             return _passed_over(record, message, following)
         winners = tuple(own if each is winner else each for each in record.winners)
         record = record._replace(winners=winners)
@@ -157,7 +183,7 @@ def decide(
         is_forgotten = (
             len(record.winners) >= WINNERS and message.instant < record.winners[0].instant
         )
-        if not (is_forgotten and (message.redelivered or message.turns > 0)):
+        if not (is_forgotten and (asks.heir_of >= 0 or message.mark.former)):
             return _passed_over(record, message, following)
         return record, Decided(True, None, record.is_paused, order)
     record = record._replace(winners=(*record.winners, own)[-WINNERS:])

@@ -108,8 +108,8 @@ SCHEDULE: Final = "rabbitdelay-schedule"
 #: :data:`JOB_ID` was committed: True.
 COMMITTED: Final = "rabbitdelay-committed"
 
-#: Set if the task was sent with ``once``, so that every attempt runs only once: the message's
-#: :class:`Mark`, str. True: the message has no name.
+#: Set if the task was sent with ``once``, so that every attempt runs only once, and in every
+#: occurrence: the message's :class:`Mark`, str. True: the message has no name here.
 ONCE: Final = "rabbitdelay-once"
 
 #: Set if the task was sent with ``track``: True. Its retries are tracked too.
@@ -241,13 +241,13 @@ MAX_FORMER: Final = 16
 
 
 class Mark(NamedTuple):
-    """Distinguishes the arrivals of the messages of a task that was sent with ``once``.
+    """Distinguishes the arrivals of the messages of a task of which only one may run.
 
     Attributes:
         name: The message's name, which it keeps when it is put back or when RabbitMQ copies it.
         generation: How often the message was put back.
         former: The names of the arrivals that have put the message back. One of them may have been
-            allowed to run, if Redis's answer was lost.
+            allowed to run.
     """
 
     name: str = ""

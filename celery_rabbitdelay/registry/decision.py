@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from random import getrandbits
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.headers import DelayHeaders, Mark, is_digits, is_int, is_life
@@ -112,7 +112,7 @@ class Arrival(NamedTuple):
         job: Its header :data:`JOB`; empty if it has none.
         job_id: Its header :data:`JOB_ID`; empty for the latest job of that name.
         once: The queue at which the task arrives, if only one message of the attempt may run there;
-            empty if all messages may.
+            empty if all messages may, and for an occurrence.
         mark: Its header :data:`ONCE`.
         name: The name of this arrival, if only one message may run; see :meth:`named`.
         redelivered: Whether RabbitMQ has delivered this message before.
@@ -141,10 +141,42 @@ class Arrival(NamedTuple):
 
     def named(self) -> Self:
         """Return the arrival, renamed if only one message may run; its mark keeps the old name."""
-        if not self.once:
+        if not self.once and not self.is_occurrence:
             return self
         mark = self.mark.after(self.name) if self.name else self.mark
         return self._replace(mark=mark, name=new_copy())
+
+    def put_back(self, is_answer: bool) -> dict[str, Any]:
+        """Return the headers in which its message names this arrival when it is put back.
+
+        Redis may have recorded this arrival, and its answer was lost. Naming the arrival keeps the
+        next one from counting as a duplicate.
+
+        Args:
+            is_answer: Whether Redis has answered.
+        """
+        headers: dict[str, Any] = {names.ONCE: self.mark.after(self.name).text}
+        if not is_answer and len(self.mark.former) == names.MAX_FORMER:
+            headers[names.REDELIVERED] = True
+        return headers
+
+    def follows(self, mark: Mark, arrival: str) -> bool:
+        """Return whether this arrival may replace the one that was allowed to run.
+
+        Args:
+            mark: The mark of that arrival.
+            arrival: Its name.
+        """
+        name, generation, former = self.mark
+        is_same = (mark.generation, arrival) == (generation, self.name)
+        is_heir = is_same or arrival in former or mark.generation <= self.heir_of
+        return mark.name == name and is_heir
+
+    @property
+    def identity(self) -> tuple[str, str, int]:
+        """The arguments of ``follows`` in ``shared.lua``."""
+        name, generation, former = self.mark
+        return f"{name}.{generation}.{self.name}", f".{'.'.join(former)}.", self.heir_of
 
     @property
     def heir_of(self) -> int:
@@ -175,7 +207,8 @@ class Arrival(NamedTuple):
         task_id = _text(others.get("id"))
         if not words:
             return cls(task_id, due_ms, redelivered=redelivered)
-        once = words.get(names.ONCE) if task_id else None
+        once, is_occurrence = words.get(names.ONCE), names.SCHEDULE in words
+        has_once = once is not None and task_id != "" and not is_occurrence
         copy, key, job, job_id = (
             _text(words.get(name)) for name in (names.COPY, names.KEY, names.JOB, names.JOB_ID)
         )
@@ -188,12 +221,12 @@ class Arrival(NamedTuple):
             key,
             job,
             job_id,
-            (queue or "-") if once is not None else "",
+            (queue or "-") if has_once else "",
             Mark.of(once),
             redelivered=redelivered,
             in_doubt=names.REDELIVERED in words,
             put_back_ms=headers.early.until_ms,
-            is_occurrence=names.SCHEDULE in words,
+            is_occurrence=is_occurrence,
         )
 
 
@@ -349,7 +382,7 @@ def arrive(record: Record, message: Arrival, word: str, is_old: bool = False) ->
     if winner not in (None, message.copy):
         return record, "replaced"
     if first is not None:
-        if not _follows(message, *first):
+        if not message.follows(*first):
             return record, "duplicate"
         return record.marked(message), "paused" if is_paused else "run"
     waits = record.waits == full
@@ -382,13 +415,6 @@ def _full(message: Arrival | Registration) -> tuple[str, str]:
     """Return the life and the attempt of a message."""
     life = message.ticket.life
     return (f"?{message.copy}" if life < 0 else str(life)), message.attempt
-
-
-def _follows(message: Arrival, mark: Mark, arrival: str) -> bool:
-    """Return whether an arrival may replace the arrival that was allowed to run."""
-    is_known = arrival in (*message.mark.former, message.name)
-    is_heir = is_known or mark.generation <= message.heir_of
-    return mark.name == message.mark.name and is_heir
 
 
 def register(record: Record, message: Registration) -> tuple[Record, str]:

@@ -16,7 +16,7 @@ from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.instruments import LATENESS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, DelayHeaders
+from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.registry import application
 from celery_rabbitdelay.registry.application import RegistrySettings, registry_of
@@ -134,6 +134,7 @@ class Arrived(NamedTuple):
     Attributes:
         delivery: The restored message, as Celery has passed it.
         waited: The delay headers that the message arrived with.
+        arrival: The arguments for the registry.
         go_on: Runs or discards the task, in the event loop.
         put_back: Puts the task back into the levels until an instant, in milliseconds since 1970.
         is_cancelled: Whether the task was cancelled.
@@ -141,6 +142,7 @@ class Arrived(NamedTuple):
 
     delivery: Delivery
     waited: DelayHeaders
+    arrival: Arrival
     go_on: Action
     put_back: Callable[[int], None]
     is_cancelled: bool
@@ -342,7 +344,8 @@ class Decisions(BatchThread[_Due]):
         def put_back(until_ms: int) -> None:
             self._put_back(due, Decision(Verdict.LATER, until_ms))
 
-        self.takers[header](Arrived(due.delivery, due.waited, go_on, put_back, is_cancelled))
+        arrived = due.delivery, due.waited, due.arrival
+        self.takers[header](Arrived(*arrived, go_on, put_back, is_cancelled))
 
     def _run_strategy(self, due: _Due) -> None:
         run_strategy(self._consumer, due.delivery, self._early_tasks.refuse_unrunnable)
@@ -373,12 +376,7 @@ class Decisions(BatchThread[_Due]):
     def _put_back(self, due: _Due, decision: Decision) -> None:
         arrival = due.arrival
         if arrival.once:
-            headers: dict[str, Any] = due.delivery.message.headers
-            # Redis may have recorded this arrival, and its answer was lost. Naming the arrival in
-            # the mark keeps the next one from counting as a duplicate.
-            headers[ONCE] = arrival.mark.after(arrival.name).text
-            if not decision.is_answer and len(arrival.mark.former) == MAX_FORMER:
-                headers[REDELIVERED] = True
+            due.delivery.message.headers.update(arrival.put_back(decision.is_answer))
         due_ms = decision.until_ms if decision.is_new_due else arrival.due_ms
         otherwise = partial(self._ask_again, [due])
         self._early_tasks.put_back(

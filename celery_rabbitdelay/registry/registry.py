@@ -206,8 +206,7 @@ class Registry:
         fields = [
             (
                 *(each.copy, str(each.ticket.life), each.attempt, str(min(each.due_ms, latest))),
-                *(each.once, f"{each.mark.name}.{each.mark.generation}.{each.name}"),
-                *(f".{'.'.join(each.mark.former)}.", each.heir_of, each.has_options),
+                *(each.once, *each.identity, each.has_options),
                 *(min(each.put_back_ms, latest), word, each.dropped_by(word), bool(each.paused_ms)),
             )
             for number, each in enumerate(arrivals)

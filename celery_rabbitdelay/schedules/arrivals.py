@@ -23,11 +23,17 @@ from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.exceptions import TEMPORARY_ERRORS, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.headers import COPY, NESTED_HEADERS, SCHEDULE, TRACKED
+from celery_rabbitdelay.levels.headers import (
+    COPY,
+    NESTED_HEADERS,
+    ONCE,
+    REDELIVERED,
+    SCHEDULE,
+    TRACKED,
+)
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.registry.application import RegistrySettings, registry_of
 from celery_rabbitdelay.registry.bootsteps import DecideOnArrival
-from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.decisions import Arrived, pause_ms
 from celery_rabbitdelay.registry.record import stored
 from celery_rabbitdelay.schedules import runs
@@ -75,7 +81,6 @@ class _Came:
 
     Attributes:
         arrived: Its task.
-        arrival: The name of this arrival.
         went_on: Whether the rule has already let it go on.
         occurrence: The occurrence in the message's header.
         is_late: Whether it is too late to run.
@@ -86,7 +91,6 @@ class _Came:
     """
 
     arrived: Arrived
-    arrival: str
     went_on: bool = False
     occurrence: Occurrence = field(init=False)
     is_late: bool = False
@@ -98,9 +102,12 @@ class _Came:
     @property
     def arriving(self) -> Arriving:
         """The arguments for the rule."""
+        arrival, occurrence = self.arrived.arrival, self.occurrence
+        mark = arrival.mark._replace(name=occurrence.message)
         # Redis may have lost the record that the message went on.
-        came_before = self.arrived.delivery.redelivered or self.went_on
-        return Arriving(self.occurrence, self.arrival, came_before, self.following_ms)
+        came_before = arrival.redelivered or self.went_on
+        arrival = arrival._replace(mark=mark, redelivered=came_before)
+        return Arriving(occurrence, arrival, self.following_ms)
 
 
 class Arrivals(BatchThread[_Came]):
@@ -136,7 +143,7 @@ class Arrivals(BatchThread[_Came]):
 
     def take(self, arrived: Arrived) -> None:
         """Queue an occurrence that the registry has released or cancelled."""
-        self.give(_Came(arrived, new_copy()))
+        self.give(_Came(arrived))
 
     def begin(self) -> None:
         """Compare the clocks, and put the beat entries unless Redis has them."""
@@ -186,13 +193,13 @@ class Arrivals(BatchThread[_Came]):
         Raises:
             LookupError: The header cannot be read, or belongs to another task.
         """
-        delivery, waited, _, put_back, _ = came.arrived
-        occurrence = Occurrence.of(waited.registry[SCHEDULE])
-        if occurrence is None or celery_internals.id_of(delivery.message) != occurrence.task_id:
+        arrived = came.arrived
+        occurrence = Occurrence.of(arrived.waited.registry[SCHEDULE])
+        if occurrence is None or arrived.arrival.task_id != occurrence.task_id:
             raise LookupError("its header cannot be read, or belongs to another task")
         now_ms = wall_clock.ms() + self._skew_ms
         if self._skew_ms and occurrence.due_ms > now_ms + TOLERATED_MS:
-            self.act(partial(put_back, occurrence.due_ms - self._skew_ms))
+            self.act(partial(arrived.put_back, occurrence.due_ms - self._skew_ms))
             return False
         runs_now, came.following_ms = occurrence.at(now_ms)
         # An occurrence that waits for the end of a run was not too late when it arrived.
@@ -210,7 +217,7 @@ class Arrivals(BatchThread[_Came]):
             occurrence = came.occurrence
             if answer is None and self._holds:
                 wait_ms = pause_ms(lateness(occurrence.due_ms))
-                self._put_back(came, wait_ms, is_followed=occurrence.is_followed)
+                self._put_back(came, wait_ms, is_answer=False)
                 continue
             decided = answer or Decided(True, came.following_ms, order=occurrence.order)
             came.decided, following_ms, came.following = decided, decided.following_ms, None
@@ -317,7 +324,7 @@ class Arrivals(BatchThread[_Came]):
             return "overlapped"
         wait_ms = (wall_clock.ms() - occurrence.due_ms) // 10
         pause = max(MIN_PAUSE_MS, min(wait_ms, MAX_PAUSE_MS))
-        self._put_back(came, pause, is_followed=True)
+        self._put_back(came, pause, is_answer=True)
         return None
 
     def _leave_out(self, came: _Came) -> None:
@@ -329,13 +336,21 @@ class Arrivals(BatchThread[_Came]):
         ack = came.arrived.delivery.ack
         self.act(partial(self.acknowledge, ack), is_acknowledgement=True)
 
-    def _put_back(self, came: _Came, wait_ms: int, *, is_followed: bool) -> None:
-        """Put an occurrence back into the levels; the rule decides again when it returns."""
+    def _put_back(self, came: _Came, wait_ms: int, *, is_answer: bool) -> None:
+        """Put an occurrence back into the levels; the rule decides again when it returns.
+
+        Args:
+            came: The occurrence.
+            wait_ms: How long it waits, in milliseconds.
+            is_answer: Whether Redis has decided on it, so that the following one was published.
+        """
         arrived, occurrence = came.arrived, came.occurrence
+        is_followed = is_answer or occurrence.is_followed
         again = occurrence._replace(turns=occurrence.turns + 1, is_followed=is_followed)
+        headers = {SCHEDULE: again.text, **arrived.arrival.put_back(is_answer)}
 
         def put_back() -> None:
-            arrived.delivery.message.headers[SCHEDULE] = again.text
+            arrived.delivery.message.headers.update(headers)
             arrived.put_back(wall_clock.ms() + wait_ms)
 
         self.act(put_back)
@@ -369,7 +384,7 @@ class Arrivals(BatchThread[_Came]):
         """Hand an occurrence to the worker, in the event loop; its retries are plain tasks."""
         table: Any = arrived.delivery.message.headers
         while isinstance(table, dict):
-            for name in (COPY, SCHEDULE):
+            for name in (COPY, ONCE, REDELIVERED, SCHEDULE):
                 table.pop(name, None)
             table = table.get(NESTED_HEADERS)
         try:

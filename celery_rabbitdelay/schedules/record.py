@@ -23,14 +23,14 @@ from celery_rabbitdelay.app.seams import Call
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
-from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
+from celery_rabbitdelay.levels.headers import COPY, ONCE, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import RESENDS
 from celery_rabbitdelay.publishing.signature import signed
 from celery_rabbitdelay.registry.application import is_tracked as is_tracked_by_default
 from celery_rabbitdelay.registry.application import register_sent, registry_of
-from celery_rabbitdelay.registry.decision import Registration, new_copy
+from celery_rabbitdelay.registry.decision import Arrival, Registration, new_copy
 from celery_rabbitdelay.registry.record import restored, stored
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
 from celery_rabbitdelay.registry.store import ScriptCall, readable
@@ -106,7 +106,8 @@ def registry_headers(occurrence: Occurrence, is_tracked: bool) -> dict[str, obje
     The registry treats all messages of an occurrence as the same one; the schedule's record decides
     which of them runs.
     """
-    headers: dict[str, object] = {SCHEDULE: occurrence._replace(message=new_copy()).text}
+    text = occurrence._replace(message=new_copy()).text
+    headers: dict[str, object] = {SCHEDULE: text, ONCE: True}
     return {**headers, COPY: str(occurrence.order), TRACKED: True} if is_tracked else headers
 
 
@@ -379,14 +380,12 @@ class Arriving(NamedTuple):
 
     Attributes:
         occurrence: The occurrence in the message's header.
-        arrival: The name of the arrival; the same when the call is repeated.
-        redelivered: Whether RabbitMQ has delivered the message before.
+        arrival: The arrival, named and marked; the same when the call is repeated.
         following_ms: The instant after the occurrence; None after the last one.
     """
 
     occurrence: Occurrence
-    arrival: str
-    redelivered: bool = False
+    arrival: Arrival
     following_ms: int | None = None
 
 
@@ -485,15 +484,10 @@ class Records:
         """
         fields = [
             (
-                *(
-                    str(occurrence.instant_ms),
-                    str(occurrence.order),
-                    occurrence.revision,
-                    occurrence.message,
-                ),
-                *(occurrence.turns, arrival, is_redelivered, _text(following_ms)),
+                *(str(occurrence.instant_ms), str(occurrence.order), occurrence.revision),
+                *(*arrival.identity, _text(following_ms)),
             )
-            for occurrence, arrival, is_redelivered, following_ms in arriving
+            for occurrence, arrival, following_ms in arriving
         ]
         names = [each.occurrence.name for each in arriving]
         call = self._call("schedules/decide", names, fields, int(notes_again))

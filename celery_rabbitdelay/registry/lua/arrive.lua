@@ -14,14 +14,6 @@
 
 local notes, now_ms = ARGV[3] == '1', clock()
 
--- Return whether an arrival may replace the one that was allowed to run: both are the same, and the answer
--- was lost; or the former one has put its message back; or RabbitMQ has redelivered the message.
-local function follows(first, mark, former, heir_of)
-  local name, generation, arrival = string.match(first, '^([^.]*)%.(%d+)%.(.*)$')
-  return first == mark or name == string.match(mark, '^[^.]*')
-    and (tonumber(generation) <= heir_of or string.find(former, '.' .. arrival .. '.', 1, true))
-end
-
 local function arrive(record, copy, life, attempt, due, queue, mark, former, heir_of, has_options, put_back,
   word, dropped, is_paused)
   due = tonumber(due)

@@ -134,3 +134,16 @@ end
 local function is_cancelled(cancelled, life)
   return cancelled and tonumber(life) <= tonumber(cancelled)
 end
+
+-- Return whether an arrival may replace the one that was allowed to run: both are the same, and the answer
+-- was lost; or the former one has put its message back; or RabbitMQ has redelivered the message.
+--
+-- first, mark   the marks of the arrival that was allowed to run, and of the one that asks: the name of
+--               the message, how often it was put back, and the name of the arrival, separated by dots
+-- former        the names of the arrivals that have put the message back, between dots
+-- heir_of       the latest generation of which it may replace any arrival; -1 for none
+local function follows(first, mark, former, heir_of)
+  local name, generation, arrival = string.match(first, '^([^.]*)%.(%d+)%.(.*)$')
+  return first == mark or name == string.match(mark, '^[^.]*')
+    and (tonumber(generation) <= heir_of or string.find(former, '.' .. arrival .. '.', 1, true))
+end

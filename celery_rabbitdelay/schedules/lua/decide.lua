@@ -1,7 +1,8 @@
 -- Decide whether an arrived message of a schedule goes on: the rule of schedules.
 --
 -- An instant is decided once, by the first of its messages that arrives with the schedule's latest order.
--- The following message is published and confirmed before the arrived one is acknowledged. The record of
+-- Afterwards, only that message goes on: if it names the arrival that decided, or if RabbitMQ has redelivered
+-- it. The following message is published and confirmed before the arrived one is acknowledged. The record of
 -- a schedule is a hash:
 --
 --   order        a number that grows with every edit and with the deletion
@@ -13,18 +14,18 @@
 --   revision     a fingerprint of the arguments of put
 --   ahead        the instant whose message waits; empty if there is none
 --   done         the instant that was decided last, apart from the backlog
---   winners      the messages that decided the latest instants, in the order of the decisions: the
---                instant, the message's name, how often it was put back, and its arrival
+--   winners      the arrivals that decided the latest instants, in the order of the decisions: the
+--                instant and the arrival's mark; see follows() in shared.lua
 --   paused       whether occurrences do not run
 --   deleted      whether the schedule was deleted: the record is kept to drop older messages
 --   occurrence, message   the occurrence and the message that the schedule sends
 --   unsent, missed, healed, last   see record.py
 --
 -- KEYS  the records
--- ARGV  per key: the message's instant, order, revision, name, how often it was put back, the name of its
---       arrival, whether RabbitMQ has delivered it before, and the instant that follows it (empty for none);
---       then whether to restore decisions that Redis may have lost by restarting from an older copy: the
---       messages are then those that decided the latest instants
+-- ARGV  per key: the message's instant, order and revision; the mark of its arrival, the former arrivals,
+--       and the generation, for follows(); and the instant that follows it (empty for none); then whether
+--       to restore decisions that Redis may have lost by restarting from an older copy: the messages are
+--       then those that decided the latest instants
 -- Returns per key whether the message goes on (or is dropped); the instant whose message must be published
 -- first (empty for none, or if it was published already); whether the schedule is paused; the order of the
 -- message to publish; and whether Redis has lost the schedule's message.
@@ -39,8 +40,8 @@ end
 
 local function read(text)
   local winners = {}
-  for instant, name, turns, arrival in string.gmatch(text or '', '(%d+):(%x*):(%d+):(%x*)') do
-    table.insert(winners, {tonumber(instant), name, tonumber(turns), arrival})
+  for instant, mark in string.gmatch(text or '', '(%d+):(%S+)') do
+    table.insert(winners, {tonumber(instant), mark})
   end
   return winners
 end
@@ -51,7 +52,7 @@ local function note_winners(record, winners)
     table.remove(winners, 1)
   end
   for number, winner in ipairs(winners) do
-    texts[number] = string.format('%.0f:%s:%.0f:%s', unpack(winner))
+    texts[number] = string.format('%.0f:%s', unpack(winner))
   end
   redis.call('HSET', record, 'winners', table.concat(texts, ' '))
 end
@@ -70,16 +71,16 @@ local function note_ahead(record, order, revision, ahead, is_new)
   end
 end
 
-local function decide(record, instant, order, revision, name, turns, arrival, is_redelivered, following)
+local function decide(record, instant, order, revision, mark, former, heir_of, following)
   local noted, begun, first, behind, known, ahead, done, texts, paused, deleted, message =
     unpack(redis.call('HMGET', record, 'order', 'begun', 'first', 'behind', 'revision', 'ahead', 'done',
       'winners', 'paused', 'deleted', 'message'))
   local winners, dropped = read(texts), {false, '', false, order, false}
   local is_new = not noted or tonumber(order) > tonumber(noted)
   local is_backlog = not is_new and tonumber(order) < tonumber(noted)
-  instant, turns, following = tonumber(instant), tonumber(turns), tonumber(following)
+  instant, following = tonumber(instant), tonumber(following)
   ahead, done, behind = tonumber(ahead or ''), tonumber(done or '-1'), tonumber(behind or '-1')
-  local own = {instant, name, turns, arrival}
+  local own = {instant, mark}
   if notes_again then
     if noted and not is_backlog and (is_new or done < instant) then
       local before = {}
@@ -130,8 +131,7 @@ local function decide(record, instant, order, revision, name, turns, arrival, is
 
   for number, winner in ipairs(winners) do
     if winner[1] == instant then
-      local is_same = is_redelivered or arrival == winner[4]
-      if name ~= winner[2] or turns < winner[3] or turns == winner[3] and not is_same then
+      if not follows(winner[2], mark, former, heir_of) then
         return pass_over()
       end
       winners[number] = own
@@ -151,7 +151,8 @@ local function decide(record, instant, order, revision, name, turns, arrival, is
   if is_too_old then
     -- The instant was skipped as too old, or its winner is no longer kept: then a message that arrived
     -- before counts as the winner.
-    if #winners < WINNERS or instant > winners[1][1] or not (is_redelivered or turns > 0) then
+    local came_before = heir_of >= 0 or former ~= '..'
+    if #winners < WINNERS or instant > winners[1][1] or not came_before then
       return pass_over()
     end
     answer[2] = ''

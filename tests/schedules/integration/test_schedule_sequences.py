@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import pytest
 
+from celery_rabbitdelay.levels.headers import Mark
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
 from celery_rabbitdelay.schedules.record import Arriving, Decided, NotedSchedule, Records
 from celery_rabbitdelay.schedules.recurrence import ALL, Occurrence, Recurrence
@@ -58,7 +59,8 @@ def record_of(found: Mapping[str, str]) -> Record | None:
     """Return what is noted in Redis, in the words of the rule."""
     if not found:
         return None
-    winners = [each.split(":") for each in found.get("winners", "").split()]
+    winners = [each.partition(":") for each in found.get("winners", "").split()]
+    decided = [(instant_of(ms), mark.rpartition(".")) for ms, _, mark in winners]
     behind, done = (instant_of(found.get(name)) for name in ("behind", "done"))
     return Record(
         order=int(found["order"]) - ORDER,
@@ -69,7 +71,7 @@ def record_of(found: Mapping[str, str]) -> Record | None:
         behind=-1 if behind is None else behind,
         done=-1 if done is None else done,
         winners=tuple(
-            Winner((int(ms) - BEGIN_MS) // STEP_MS, n, int(t), a) for ms, n, t, a in winners
+            Winner(instant or 0, Mark.of(mark), arrival) for instant, (mark, _, arrival) in decided
         ),
         is_paused=found.get("paused") == "1",
         is_deleted="deleted" in found,
@@ -122,22 +124,21 @@ class Sequence:
 
     def send(self, instant: int, order: int, revision: str) -> None:
         self.names += 1
-        self.messages.append(Message(instant, order, revision, f"{self.names:x}"))
+        self.messages.append(Message(instant, order, revision, Mark(f"{self.names:x}")))
 
     def invent(self) -> None:
         """Add a message that nobody has sent, and that may have the name of another one."""
         order, instant = self.chance.randint(1, self.order + 2), self.chance.randint(0, 12)
         self.send(instant, order, self.chance.choice("ab"))
         name = f"{self.chance.randint(1, self.names):x}"
-        self.messages[-1] = self.messages[-1]._replace(name=name)
+        self.messages[-1] = self.messages[-1]._replace(mark=Mark(name))
 
     def arrive(self) -> None:
         for _ in range(self.chance.choice((1, 1, 2))):
             # What was sent last comes most often.
             at = max(len(self.messages) - 1 - int(self.chance.expovariate(0.6)), 0)
             if self.chance.random() < 0.2:
-                sent = self.messages[at]
-                self.messages[at] = sent._replace(turns=sent.turns + 1)
+                self.messages[at] = self.messages[at].put_back(self.chance.choice("abc"))
             self.ask(self.messages[at]._replace(redelivered=self.chance.random() < 0.2))
 
     def ask(self, message: Message) -> None:
@@ -147,11 +148,11 @@ class Sequence:
         self.asks.append((message, following, arriving))
 
     def arriving(self, message: Message, following: int | None, arrival: str) -> Arriving:
-        instant, order, revision, name, turns, is_redelivered = message
-        says = OCCURRENCE._replace(name=self.name, instant_ms=ms_of(instant), order=ORDER + order)
-        says = says._replace(revision=revision, message=name, turns=turns)
+        instant_ms, order = ms_of(message.instant), ORDER + message.order
+        says = OCCURRENCE._replace(name=self.name, instant_ms=instant_ms, order=order)
+        says = says._replace(revision=message.revision, message=message.name)
         following_ms = None if following is None else ms_of(following)
-        return Arriving(says, arrival, is_redelivered, following_ms)
+        return Arriving(says, message.arrival(arrival), following_ms)
 
     def spoil(self) -> None:
         """Have something else at the key for this step."""
@@ -163,11 +164,12 @@ class Sequence:
     def answered(self, found: Decided | None) -> None:
         """Compare the answer to the first question with the rule's."""
         message, following, arriving = self.asks.pop(0)
-        what = f"{message} arrives as {arriving.arrival}, {following} follows"
+        arrival = arriving.arrival.name
+        what = f"{message} arrives as {arrival}, {following} follows"
         if found is None or self.is_unreadable:
             self.say(what, found, None if self.is_unreadable else "an answer")
             return
-        before, arrival = self.record, arriving.arrival
+        before = self.record
         self.record, expected = rule.decide(before, message, following, arrival)
         self.is_lost |= before is None or message.order > before.order
         self.order = max(self.order, self.record.order if self.record else 0)
@@ -180,8 +182,8 @@ class Sequence:
         if expected.following is not None:
             self.send(expected.following, expected.order, message.revision)
         ahead = following if expected.following is None else expected.following
-        said, own = message._replace(order=expected.order), (message.name, message.turns, arrival)
-        winners = (Winner(said.instant, *own),)
+        said = message._replace(order=expected.order)
+        winners = (Winner(said.instant, said.mark._replace(former=()), arrival),)
         known = Record(said.order, 0, 0, said.revision, ahead, -1, said.instant, winners)
         self.decided.append((known, self.arriving(said, ahead, arrival)))
 
@@ -211,7 +213,8 @@ class Sequence:
         self.order += 2
         first = rule.since(self.record, now) + self.chance.choice((1, 1, 3))
         revision, paused = self.chance.choice("ab"), self.chance.choice((None, None, True, False))
-        occurrence = self.arriving(Message(first, self.order, revision, ""), None, "").occurrence
+        sent = Message(first, self.order, revision, Mark())
+        occurrence = self.arriving(sent, None, "").occurrence
         found, self.is_put = self.edit(before, occurrence, "x", paused), self.is_as(before)
         self.say(f"put {revision} {self.order} for {first}, {paused=}", found, self.is_put)
         if self.is_put:
@@ -284,6 +287,29 @@ class Sequence:
         assert not (record.is_deleted and self.former != record and "last" in found), self.told
         until_ms = BEGIN_MS + KEEP_MS + record.is_deleted * NOTE_MS
         assert expiry_ms == -1 if record.ahead is not None else expiry_ms > until_ms, self.told
+
+
+def test_of_a_message_that_was_sent_twice_only_the_one_that_went_on_goes_on_again(
+    redis_setup: RedisSetup, prefix: str
+) -> None:
+    records = Records(Registry(redis_setup.connect(), prefix, KEEP_MS, MARGIN_MS))
+    occurrence = OCCURRENCE._replace(name="twice", instant_ms=BEGIN_MS, message="0b")
+    sent = Message(0, 0, "", Mark("0b"))
+
+    def goes_on(message: Message, arrival: str) -> bool:
+        (found,) = records.decide([Arriving(occurrence, message.arrival(arrival))])
+        return found is not None and found.goes_on
+
+    assert goes_on(sent, "a1")
+    assert not goes_on(sent, "b1")
+    # Redis was away at that arrival, or its answer was lost.
+    assert not goes_on(sent.put_back("b1"), "b2")
+    # It waits for the end of a run.
+    assert goes_on(sent.put_back("a1"), "a2")
+    assert not goes_on(sent.put_back("b1").put_back("b2"), "b3")
+    # Its worker was killed; then another one was paused.
+    assert goes_on(sent.put_back("a1")._replace(redelivered=True), "a3")
+    assert goes_on(sent.put_back("a1")._replace(redelivered=True).put_back(""), "a4")
 
 
 @pytest.mark.timeout(3600)

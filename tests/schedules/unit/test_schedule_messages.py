@@ -19,7 +19,7 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
+from celery_rabbitdelay.levels.headers import COPY, ONCE, SCHEDULE, TRACKED
 from celery_rabbitdelay.registry.record import stored
 from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.record import canonical, captured, message_of, read
@@ -101,7 +101,7 @@ def test_messages_of_an_occurrence_are_those_of_one_task_and_differ_in_their_nam
     assert [each and each._replace(message="") for each in said] == [occurrence] * 2
     assert len({each and each.message for each in said}) == 2
     # What is not tracked is not listed.
-    assert {*message_of(occurrence, stored_of(app)).message.headers.registry} == {SCHEDULE}
+    assert {*message_of(occurrence, stored_of(app)).message.headers.registry} == {ONCE, SCHEDULE}
 
 
 def test_the_same_put_again_has_the_same_revision_and_any_other_has_another(app: Any) -> None:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import pytest
 
+from celery_rabbitdelay.levels.headers import Mark
 from tests import schedule_rule as rule
 from tests.schedule_rule import DROPPED, Decided, Message, Record, Winner
 
@@ -30,10 +31,10 @@ HOURS, LAST = {"A": range(1, 20), "B": range(1, 20), "C": range(1, 20, 2), "E": 
 #: Redis is lost or restored.
 MESSAGES, TURNS, TROUBLES = 4, 2, 2
 
-#: The arrival whose answer was lost, and any other.
-ASKING, OTHER = "asking", "other"
+#: The arrival that asks now: `World.tidy` renames those that are remembered.
+NEW = "new"
 
-#: The names of messages.
+#: The names of messages, and of arrivals.
 NAMES = "abcdefghijklmnop"
 
 
@@ -43,15 +44,28 @@ def after(revision: str, instant: int) -> int | None:
 
 
 class Copy(NamedTuple):
-    """A message in RabbitMQ, or at a worker. Only a redelivery makes two copies of one."""
+    """A message in RabbitMQ, or at a worker."""
 
     message: Message
     is_followed: bool = False  # what follows it was published before
-    is_asked: bool = False  # a worker waits for the answer
+    asked: str = ""  # the arrival whose answer a worker waits for
 
     def again(self) -> Copy:
         """Return it as RabbitMQ delivers it again, after its worker was killed."""
         return Copy(self.message._replace(redelivered=True), self.is_followed)
+
+    def knowing(self, winning: Collection[str]) -> Copy:
+        """Return it without the former arrivals that have decided nothing."""
+        mark = self.message.mark
+        former = tuple(arrival for arrival in mark.former if arrival in winning)
+        return self._replace(message=self.message._replace(mark=mark._replace(former=former)))
+
+    def renamed(self, names: Mapping[str, str], arrivals: Mapping[str, str]) -> Copy:
+        """Return it with other names of its message and of its arrivals."""
+        (name, generation, former), asked = self.message.mark, self.asked
+        mark = Mark(names[name], generation, tuple(arrivals[each] for each in former))
+        message = self.message._replace(mark=mark)
+        return self._replace(message=message, asked=arrivals.get(asked, ""))
 
 
 class World(NamedTuple):
@@ -73,6 +87,7 @@ class World(NamedTuple):
     early: frozenset[int] = frozenset()  # later ones that were decided, after Redis was lost
     decided: frozenset[tuple[int, str]] = frozenset()  # by which messages, since Redis was lost
     unrun: frozenset[str] = frozenset()  # messages that were decided, and have to run
+    ran: frozenset[str] = frozenset()  # messages that have run, since Redis was lost
 
     def turned(self, copy: Copy, *into: Copy) -> World:
         """Return the world in which a copy has become others, or was acknowledged."""
@@ -83,7 +98,8 @@ class World(NamedTuple):
         """Return the world with one more message."""
         taken = {copy.message.name for copy in self.copies} | {name for _, name in self.decided}
         name = next(name for name in NAMES if name not in taken)
-        return self._replace(copies=(*self.copies, Copy(Message(instant, order, revision, name))))
+        sent = Copy(Message(instant, order, revision, Mark(name)))
+        return self._replace(copies=(*self.copies, sent))
 
     def followed(self, copy: Copy, answer: Decided) -> World:
         """Return the world in which what follows a message was published."""
@@ -101,11 +117,15 @@ class World(NamedTuple):
     def steps(self) -> Iterator[tuple[str, World]]:
         """Yield each step that is nobody's fault, and the world after it."""
         for name, copy, at in self.due():
-            world, answer = at.decide(copy, ASKING if copy.is_asked else OTHER)
+            world, answer = at.decide(copy)
             word = "is dropped" if not answer.goes_on else "is left out"
             if answer.goes_on:
                 world = world._replace(unrun=world.unrun - {name})
                 word = "is left out" if answer.is_paused else "runs"
+            if word == "runs":
+                is_first = name not in world.ran
+                assert is_first or copy.message.is_again, f"{name} runs twice without a redelivery"
+                world = world._replace(ran=world.ran | {name})
             yield f"{name} {word}", world.followed(copy, answer).turned(copy)
 
     def faults(self) -> Iterator[tuple[str, World]]:
@@ -113,12 +133,13 @@ class World(NamedTuple):
         for name, copy, world in self.due():
             yield f"{name} is killed before it asks", world.turned(copy, copy.again())
             yield from world.put_back(copy, "cannot ask", copy.is_followed)
-            if not any(each.is_asked for each in self.copies):
-                asked, _ = world.decide(copy, ASKING)
+            if not any(each.asked for each in self.copies):
+                asked, _ = world.decide(copy)
                 yield from asked.put_back(copy, "gets no answer", copy.is_followed)
-                waits = asked.turned(copy, copy._replace(is_asked=True))
+                waits = asked.turned(copy, copy._replace(asked=NEW))
                 yield f"{name} asks, waits for the answer", waits
-            decided, answer = world.decide(copy, ASKING if copy.is_asked else OTHER)
+                yield f"{name} is sent twice", self._replace(copies=(*self.copies, copy))
+            decided, answer = world.decide(copy)
             yield f"{name} is decided, is killed", decided.turned(copy, copy.again())
             followed = decided.followed(copy, answer)
             if followed is not decided:
@@ -131,17 +152,22 @@ class World(NamedTuple):
 
     def put_back(self, copy: Copy, why: str, is_followed: bool) -> Iterator[tuple[str, World]]:
         """Yield what happens to a message that comes again later."""
-        name, turns = copy.message.name, copy.message.turns + 1
-        if turns <= TURNS:
-            back = Copy(copy.message._replace(turns=turns, redelivered=False), is_followed)
-            yield f"{name} {why}, is put back", self.turned(copy, back)
-            yield f"{name} {why}, is put back, is killed", self.turned(copy, back, copy.again())
+        message, arrival = copy.message, copy.asked or NEW
+        if message.mark.generation < TURNS:
+            back = Copy(message.put_back(arrival), is_followed)
+            word = f"{message.name} {why}, is put back"
+            yield word, self.turned(copy, back)
+            yield f"{word}, is killed", self.turned(copy, back, copy.again())
+            again = copy._replace(message=message._replace(mark=message.mark.after(arrival)))
+            unconfirmed = self.turned(copy, back, again._replace(asked=""))
+            yield f"{word} unconfirmed, asks again", unconfirmed
 
-    def decide(self, copy: Copy, arrival: str) -> tuple[World, Decided]:
+    def decide(self, copy: Copy, arrival: str = NEW) -> tuple[World, Decided]:
         """Return the world after a message was decided, and the answer, which keeps promises."""
         message, before, owed, early = copy.message, self.record, self.owed, self.early
-        instant, _, revision, name, *_ = message
-        record, answer = rule.decide(before, message, after(revision, instant), arrival)
+        instant, revision, name = message.instant, message.revision, message.name
+        following = after(revision, instant)
+        record, answer = rule.decide(before, message, following, copy.asked or arrival)
         assert record is not None
         if before is not None and (before.order, before.ahead) == (record.order, record.ahead):
             for now in range(self.now, LAST + 1) if before.done != record.done else ():
@@ -162,7 +188,7 @@ class World(NamedTuple):
         if before is not None and not self.was_lost:
             assert message.order == before.order, f"{name} goes on, of before the edit"
         if (instant, name) in self.decided:
-            is_again = message.redelivered or message.turns > 0 or copy.is_asked
+            is_again = message.is_again or message.mark.former or copy.asked
             assert is_again, f"{name}, which was sent twice, goes on twice"
         else:
             assert instant not in dict(self.decided), f"{name} goes on after another of {instant}"
@@ -266,6 +292,7 @@ class World(NamedTuple):
             owed=self.owed if is_owed else None,
             decided=frozenset(),
             unrun=frozenset(),
+            ran=frozenset(),
         )
 
     def check(self, is_end: bool) -> None:
@@ -276,12 +303,12 @@ class World(NamedTuple):
         Args:
             is_end: Whether no message may arrive any more; or else another world is the end.
         """
-        record, is_healed, arrival = self.record, False, OTHER
+        record, is_healed, arrival = self.record, False, NEW
         is_there = record is not None and not record.is_deleted
         assert is_there or not self.put, "it is not noted that it was put"
         is_noted = record is None or record.is_paused == self.is_paused
         assert is_noted, "it is not noted whether it is paused"
-        copies = tuple(copy.again() if copy.is_asked else copy for copy in self.copies)
+        copies = tuple(copy.again() if copy.asked else copy for copy in self.copies)
         if copies == self.copies and not is_end:
             return
         world = self._replace(copies=copies)
@@ -294,7 +321,7 @@ class World(NamedTuple):
                 world = world.fresh(record.ahead, record.order, record.revision)
             copy, before = world.copies[0], world.decided
             assert copy.message.instant <= 2 * LAST, f"{self.owed} is lost"
-            arrival += OTHER
+            arrival += NEW
             world, answer = world.decide(copy, arrival)
             if world.decided != before and self.owed in (None, copy.message.instant):
                 return
@@ -307,9 +334,9 @@ class World(NamedTuple):
     def tidy(self, *, is_last: bool) -> World:
         """Return the same world for all that differ only in what nobody sees any more.
 
-        These are the names of messages; what Redis was, once it will not be restored; and
-        messages of an order that is over, which are dropped and change nothing, once Redis will
-        not be lost.
+        These are the names of messages and arrivals; former arrivals that have decided nothing;
+        what Redis was, once it will not be restored; and messages of an order that is over, which
+        are dropped and change nothing, once Redis will not be lost.
 
         Args:
             is_last: Whether no fault follows.
@@ -320,40 +347,47 @@ class World(NamedTuple):
             saved = known = None
         if record is not None and troubles == TROUBLES:
             copies = tuple(copy for copy in copies if not _is_over(record, copy.message))
-        winning = {
-            winner.name for each in (record, saved, known) if each for winner in each.winners
-        }
+        noted = [winner for each in (record, saved, known) if each for winner in each.winners]
 
         def rank(copy: Copy) -> tuple[object, ...]:
-            (*says, name, turns, is_again), is_followed, is_asked = copy
-            return *says, turns, is_again, is_followed, is_asked, name in winning
+            (*says, mark, is_redelivered, is_in_doubt), is_followed, asked = copy
+            knows = [winner.arrival in (*mark.former, asked) for winner in noted]
+            wins = [winner.mark.name == mark.name for winner in noted]
+            faults = is_redelivered, is_in_doubt, is_followed, asked != ""
+            return *says, mark.generation, *faults, wins, knows
 
-        copies = tuple(sorted(copies, key=rank))
-        names = dict(zip(dict.fromkeys(copy.message.name for copy in copies), NAMES, strict=False))
-        asking = ASKING if any(copy.is_asked for copy in copies) else ""
+        winning = {winner.arrival for winner in noted}
+        copies = tuple(sorted((copy.knowing(winning) for copy in copies), key=rank))
+        names = _renamed(copy.message.name for copy in copies)
+        arrivals = _renamed(
+            arrival for copy in copies for arrival in (*copy.message.mark.former, copy.asked)
+        )
 
-        def noted(record: Record | None) -> Record | None:
+        def renamed(record: Record | None) -> Record | None:
             return record and record._replace(
                 winners=tuple(
-                    Winner(instant, names[name], turns, arrival if arrival == asking else "")
-                    if name in names
-                    else Winner(instant, "", 0, "")
-                    for instant, name, turns, arrival in record.winners
+                    Winner(instant, mark._replace(name=names[mark.name]), arrivals.get(arrival, ""))
+                    if mark.name in names
+                    else Winner(instant, Mark(), "")
+                    for instant, mark, arrival in record.winners
                 )
             )
 
         return self._replace(
-            record=noted(record),
-            saved=noted(saved),
-            known=noted(known),
+            record=renamed(record),
+            saved=renamed(saved),
+            known=renamed(known),
             troubles=troubles,
-            copies=tuple(
-                Copy(message._replace(name=names[message.name]), *others)
-                for message, *others in copies
-            ),
+            copies=tuple(copy.renamed(names, arrivals) for copy in copies),
             decided=frozenset((instant, names.get(name, "")) for instant, name in self.decided),
             unrun=frozenset(names[name] for name in self.unrun if name in names),
+            ran=frozenset(names[name] for name in self.ran if name in names),
         )
+
+
+def _renamed(found: Iterable[str]) -> dict[str, str]:
+    """Return a name in the order in which they come for each that is not empty."""
+    return dict(zip(filter(None, dict.fromkeys(found)), NAMES, strict=False))
 
 
 def _is_over(record: Record, message: Message) -> bool:
@@ -362,7 +396,7 @@ def _is_over(record: Record, message: Message) -> bool:
     if message.order >= record.order or is_backlog:
         return False
     following = after(message.revision, message.instant)
-    return rule.decide(record, message, following, OTHER) == (record, DROPPED)
+    return rule.decide(record, message, following, NEW) == (record, DROPPED)
 
 
 def explore(begin: World, depth: int) -> int:
