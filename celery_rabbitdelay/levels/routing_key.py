@@ -48,7 +48,7 @@ class RoutingKeys(NamedTuple):
     levels: int
     shards: int = 1
 
-    def key(self, shard: int, digits: Iterable[int], destination: str) -> str:
+    def key(self, shard: int, digits: Iterable[int | str], destination: str) -> str:
         """Return the key of a message to a queue, or to :data:`DISTRIBUTION`."""
         words = (*self.shard_words(shard), *map(str, digits), encode_destination(destination))
         return ".".join(words)
@@ -69,8 +69,7 @@ class RoutingKeys(NamedTuple):
 
     def key_without_digits(self, destination: str) -> str:
         """Return the key by which distribution reaches a queue that is bound to delivery."""
-        words = [NO_DIGIT] * self.levels
-        return ".".join((*self.shard_words(0), *words, encode_destination(destination)))
+        return self.key(0, [NO_DIGIT] * self.levels, destination)
 
     def has_no_digits(self, key: str) -> bool:
         """Return whether a key was made by :meth:`key_without_digits`."""

@@ -296,13 +296,6 @@ class Topology:
         """The exchange behind the last level, which routes every message to its destination."""
         return self._exchange("delivery", "topic", alternate="unrouted")
 
-    def is_optional(self, name: str) -> bool:
-        """Return whether levels are complete without the exchange or queue of this name.
-
-        Only ``paused`` is optional: without it, paused tasks wait in the levels.
-        """
-        return name == self.module_queues.paused.name
-
     @cached_property
     def queues(self) -> tuple[Queue, ...]:
         """All queues but :attr:`probe`, in the order ``undeliverable``, levels, other modules."""
@@ -373,8 +366,7 @@ class Topology:
     @cached_property
     def _exchange_names(self) -> tuple[str, ...]:
         """The name of each level's exchange, highest first, and of delivery behind the last one."""
-        levels = (level.name for level in self.layout.levels)
-        return tuple(map(self._name, (*levels, "delivery")))
+        return tuple(exchange.name for exchange in (*self.level_exchanges, self.delivery))
 
     def _name(self, suffix: str) -> str:
         """Return the name of an exchange or queue with its prefix."""

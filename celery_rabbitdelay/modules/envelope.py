@@ -99,9 +99,7 @@ class Item(NamedTuple):
 
 
 def packed(
-    items: Iterable[Item],
-    headers: Mapping[str, object] = {},
-    properties: Mapping[str, object] = {},
+    items: Iterable[Item], headers: Mapping[str, object] = {}, properties: Mapping[str, object] = {}
 ) -> bytes:
     """Return the body of an envelope.
 
@@ -136,7 +134,8 @@ class OpenedEnvelope:
     """
 
     def __init__(self, body: bytes, max_body_bytes: int = MAX_ENVELOPE_BYTES) -> None:
-        shared = _next_block(_decompressed(body), MAX_HEADER_BLOCK_BYTES, "header")
+        blocks = io.BufferedReader(_Decompressed(body), _CHUNK)
+        shared = _next_block(blocks, MAX_HEADER_BLOCK_BYTES, "header")
         if shared is None:
             raise InvalidEnvelope("it is empty")
         read = _from_json(shared)
@@ -147,7 +146,7 @@ class OpenedEnvelope:
         self._max_body_bytes = max_body_bytes
 
     def __iter__(self) -> Iterator[Item]:
-        blocks, count = _decompressed(self._body), 0
+        blocks, count = io.BufferedReader(_Decompressed(self._body), _CHUNK), 0
         _next_block(blocks, MAX_HEADER_BLOCK_BYTES, "header")
         while (own := _next_block(blocks, MAX_HEADER_BLOCK_BYTES, "header")) is not None:
             if count == MAX_ENVELOPE_MESSAGES:
@@ -164,21 +163,32 @@ class OpenedEnvelope:
             yield Item(content, headers, properties)
 
 
-class _Chunks(io.RawIOBase):
-    """A file that reads from chunks of bytes."""
+class _Decompressed(io.RawIOBase):
+    """The uncompressed blocks of an envelope, decompressed as they are read."""
 
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._rest = b""
+    def __init__(self, body: bytes) -> None:
+        self._stream = zlib.decompressobj(zdict=DICTIONARY)
+        self._compressed = io.BytesIO(body)
+        self._size = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        chunk = self._rest or next(self._chunks, b"")
-        size = min(len(chunk), len(buffer))
-        buffer[:size], self._rest = chunk[:size], chunk[size:]
-        return size
+        chunk = b""
+        while not chunk and not self._stream.eof:
+            rest = self._stream.unconsumed_tail or self._compressed.read(_COMPRESSED_CHUNK)
+            if not rest:
+                raise InvalidEnvelope("its compressed stream is incomplete")
+            try:
+                chunk = self._stream.decompress(rest, len(buffer))
+            except zlib.error as error:
+                raise InvalidEnvelope(f"it cannot be decompressed: {error}") from error
+        self._size += len(chunk)
+        if self._size > MAX_ENVELOPE_BYTES:
+            raise InvalidEnvelope(f"it holds more than {MAX_ENVELOPE_BYTES} bytes")
+        buffer[: len(chunk)] = chunk
+        return len(chunk)
 
 
 def _next_block(file: BinaryIO, most: int, what: str) -> bytes | None:
@@ -256,30 +266,6 @@ def blocks_of(data: bytes) -> Iterator[bytes]:
     blocks = io.BytesIO(data)
     while (block := _next_block(blocks, len(data), "block")) is not None:
         yield block
-
-
-def _decompressed(body: bytes) -> io.BufferedReader:
-    """Return the uncompressed blocks of an envelope, as a file that decompresses as it is read."""
-    return io.BufferedReader(_Chunks(_chunks_of(body)), _CHUNK)
-
-
-def _chunks_of(body: bytes) -> Iterator[bytes]:
-    stream, view, size = zlib.decompressobj(zdict=DICTIONARY), memoryview(body), 0
-    for begin in range(0, len(view), _COMPRESSED_CHUNK):
-        rest: Any = view[begin : begin + _COMPRESSED_CHUNK]
-        while len(rest) and not stream.eof:
-            try:
-                chunk = stream.decompress(rest, _CHUNK)
-            except zlib.error as error:
-                raise InvalidEnvelope(f"it cannot be decompressed: {error}") from error
-            rest = stream.unconsumed_tail
-            size += len(chunk)
-            if size > MAX_ENVELOPE_BYTES:
-                raise InvalidEnvelope(f"it holds more than {MAX_ENVELOPE_BYTES} bytes")
-            if chunk:
-                yield chunk
-    if not stream.eof:
-        raise InvalidEnvelope("its compressed stream is incomplete")
 
 
 def _without_empty(**parts: Mapping[str, object]) -> dict[str, dict[str, object]]:

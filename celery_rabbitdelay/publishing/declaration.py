@@ -118,25 +118,23 @@ def check_complete(
 
 def _absent(connection: Connection, topology: Topology, by_marker: bool) -> tuple[str, ...]:
     """Return the names of missing entities that the user may check; see :func:`check_complete`."""
-    ours = (topology.identity.guard.name, topology.identity.marker.name)
+    marker = topology.identity.marker.name
     with opened_channel(connection) as channel:
-        if by_marker and exists_or_hidden(channel, topology.identity.marker.name):
+        if by_marker and exists_or_hidden(channel, marker):
             # RabbitMQ 4.3 hides the marker from a producer that may only write to the levels.
             is_classic = topology.queue_type == "classic"
             checked = topology.exchanges if is_classic else topology.level_exchanges[:1]
-            return tuple(
-                exchange.name
-                for exchange in checked
-                if not topology.is_optional(exchange.name)
-                and not exists_or_hidden(channel, exchange.name)
-            )
-        try:
-            absent = missing(connection, topology)
-        except AccessRefused:
-            if not exists_or_hidden(channel, topology.identity.marker.name):
-                raise
-            return ()
-    return tuple(name for name in absent if name not in ours and not topology.is_optional(name))
+            absent = [each.name for each in checked if not exists_or_hidden(channel, each.name)]
+        else:
+            try:
+                absent = [*missing(connection, topology)]
+            except AccessRefused:
+                if not exists_or_hidden(channel, marker):
+                    raise
+                absent = []
+    # Without ``paused``, paused tasks wait in the levels.
+    optional = topology.identity.guard.name, marker, topology.module_queues.paused.name
+    return tuple(name for name in absent if name not in optional)
 
 
 def exists_or_hidden(channel: Channel, exchange: str) -> bool:
@@ -204,12 +202,7 @@ def check_layout(connection: Connection, topology: Topology) -> None:
             topology.identity.guard(channel).declare()
 
 
-def delete(
-    connection: Connection,
-    topology: Topology,
-    *,
-    force: bool = False,
-) -> None:
+def delete(connection: Connection, topology: Topology, *, force: bool = False) -> None:
     """Delete a topology from the broker; missing exchanges and queues are ignored.
 
     Stop the producers first: messages published between the check for waiting messages and the end

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from operator import itemgetter
-from typing import Final, NamedTuple, NoReturn, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from amqp import spec
 from amqp.exceptions import ChannelError, FrameSyntaxError, NotFound
@@ -43,6 +43,9 @@ BLOCKED: Final = (
     "RabbitMQ blocks publishers, because a node is low on memory or disk space: see "
     "rabbitmq-diagnostics alarms"
 )
+
+#: The reason for unconfirmed messages of which the broker has settled none.
+NOT_IN_TIME: Final = "the broker did not confirm in time"
 
 #: Returns the next message; None if there is no message at present.
 NextPublication: TypeAlias = Callable[[], Publication | None]
@@ -385,10 +388,12 @@ class PublishLoop:
         if not channel.unconfirmed or channel.blocked is not None:
             self._progress = now
         oldest = self._oldest
-        if oldest is not None and oldest.deadline <= now:
+        if oldest is None:
+            return
+        if oldest.deadline <= now:
             self._give_up(oldest)
         elif now - self._progress > self.policy.timeout:
-            self._raise_confirm_timeout(oldest)
+            raise exceptions.ConfirmTimeout(*oldest.address(), NOT_IN_TIME)
 
     def _give_up(self, oldest: Publication) -> None:
         channel = self.channel
@@ -407,7 +412,7 @@ class PublishLoop:
             # does not answer. If the source publishes replacements, their outcome shows it.
             over = [each for each in over if each.single_attempt]
             if not over:
-                self._raise_confirm_timeout(oldest)
+                raise exceptions.ConfirmTimeout(*oldest.address(), NOT_IN_TIME)
         unanswered = channel.unanswered
         channel.unconfirmed.forget(over)
         self._suspects_left = max(self._suspects_left - len(over), 0)
@@ -416,11 +421,6 @@ class PublishLoop:
             reason = "the broker did not confirm the message in time"
             publication.error = exceptions.ConfirmTimeout(*publication.address(), reason)
             self._finish(publication)
-
-    @staticmethod
-    def _raise_confirm_timeout(oldest: Publication | None) -> NoReturn:
-        address = ("", "") if oldest is None else oldest.address()
-        raise exceptions.ConfirmTimeout(*address, "the broker did not confirm in time")
 
     def settled(self, publication: Publication, may_pass: bool = False) -> None:
         """Handle a publication that the broker has settled; called by the channel.
