@@ -225,8 +225,10 @@ def _refuse(consumer: Consumer, message: Message, error: Exception) -> None:
 #: The prefetch counts of the modules. Distribution's is lower: a message may be an envelope.
 PREFETCH: Final = {CHECK_IN: 1000, DISTRIBUTE: 300}
 
-#: Seconds after which both sides consider a silent connection as lost.
-HEARTBEAT: Final = 60
+#: The heartbeat of the services' connections, in seconds. Both sides consider a connection as lost
+#: after two silent intervals, and the messages on it wait until then. RabbitMQ's documentation
+#: recommends 5 to 20 (https://www.rabbitmq.com/docs/heartbeats#heartbeats-timeout).
+HEARTBEAT: Final = 20
 
 
 class Modules(RabbitMQStep):

@@ -4,7 +4,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import product
 from socket import SHUT_RDWR
 from threading import Event, Thread
@@ -37,6 +37,7 @@ from tests.kernel.integration.modules import (
     wait_until_served,
 )
 from tests.kernel.integration.shop import PATIENCE, named
+from tests.kernel.integration.trouble import Relay
 from tests.kernel.integration.worker import Worker
 from tests.kernel.unit.waiting import waiting
 
@@ -238,6 +239,36 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
         serving.collect(socket_timeout=0.1)
     counts = {int(message.body): message.headers["x-delivery-count"] for message in left}
     assert counts == {n: 2 if n == AROUND else 1 for n in range(AROUND, 2 * AROUND)}
+
+
+def test_a_module_notices_that_its_connection_was_dropped_silently(
+    connection: Connection, topology: Topology, target: Queue, make_queue: Any
+) -> None:
+    """Both sides notice after two heartbeats; here, one is a second."""
+    channel: Any = connection.default_channel
+    source = make_queue("source", queue_arguments={"x-queue-type": "quorum"})
+    declare(connection, topology)
+    source(channel).declare()
+
+    def receive(_: amqp.Message) -> Iterator[Outgoing]:
+        yield Outgoing("", target.name, waiting(amqp.Message(b"x", delivery_mode=2)))
+
+    module = Module("test", topology, source, receive, 100, 1000, timeout=30, retry_for=0)
+    broker: Any = connection
+    with closing(Relay(broker.port or 5672)) as relay:
+        own = connection.clone(hostname="127.0.0.1", port=relay.port, heartbeat=1)
+        service = ModuleService(own, lambda _: None, lambda: None, module)
+        service.start()
+        try:
+            channel.basic_publish(amqp.Message("before"), "", source.name)
+            wait_until_waiting(connection, target.name, 1)
+            relay.drop()
+            channel.basic_publish(amqp.Message("after"), "", source.name)
+            began = time.monotonic()
+            wait_until_waiting(connection, target.name, 2)
+            assert time.monotonic() - began < module.timeout / 2
+        finally:
+            service.stop()
 
 
 # A destination in trouble: its tasks are tried again, and no other task waits for them.
