@@ -43,10 +43,10 @@ def application(app: Celery, **options: object) -> ASGIApp:
         TypeError: The delays of the application are not in RabbitMQ.
     """
     try:
-        from celery_rabbitdelay.web.asgi import application_for  # needs the extra
+        from celery_rabbitdelay.web.asgi import Server  # needs the extra
         from celery_rabbitdelay.web.site import Site
     except ImportError as missing:
         raise ImportError(
             f"the page needs {missing.name}: pip install 'celery-rabbitdelay[web]'"
         ) from missing
-    return application_for(Site(app, options))
+    return Server(Site(app, options)).application()

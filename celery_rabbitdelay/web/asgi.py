@@ -41,11 +41,6 @@ UNIDENTIFIED: Final = (
 )
 
 
-def application_for(site: Site) -> ASGIApp:
-    """Return the page as an ASGI application; see :func:`celery_rabbitdelay.web.application`."""
-    return access.Shield(Server(site).starlette(), site.options)
-
-
 class Server:
     """Answers requests.
 
@@ -86,8 +81,8 @@ class Server:
             plot=partial(charts.plot, zone=zone),
         )
 
-    def starlette(self) -> Starlette:
-        """Return the Starlette application with all routes."""
+    def application(self) -> ASGIApp:
+        """Return the ASGI application; see :func:`celery_rabbitdelay.web.application`."""
         routes: list[Route | Mount] = [
             Route("/", self._first),
             Route("/sign-in", self._sign_in, methods=["POST"]),
@@ -105,7 +100,7 @@ class Server:
             exception_handlers={HTTPException: self._failed, Exception: self._broken},
         )
         served.router.redirect_slashes = False  # a redirect would trust the request's Host
-        return served
+        return access.Shield(served, self._site.options)
 
     def _endpoint(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -119,7 +114,11 @@ class Server:
                     raise HTTPException(403, f"{name} is a viewer: only operators may act.")
                 fields = [*view_request.fields.multi_items(), *form.multi_items()]
                 view_request = replace(view_request, fields=Fields(fields))
-            content = await run_in_threadpool(_content, page, view_request)
+            try:
+                content = await run_in_threadpool(page.view, view_request)
+            except AWAY as error:
+                server = "Redis" if isinstance(error, RegistryUnavailable) else "The broker"
+                raise HTTPException(503, f"{server} cannot be reached: {why(error)}") from error
             if _is_api(request):
                 return _json(content)
             if "see" in content:
@@ -261,14 +260,6 @@ class Server:
             httponly=True,
             samesite="strict",
         )
-
-
-def _content(page: Page, request: ViewRequest) -> dict[str, object]:
-    try:
-        return page.view(request)
-    except AWAY as error:
-        server = "Redis" if isinstance(error, RegistryUnavailable) else "The broker"
-        raise HTTPException(503, f"{server} cannot be reached: {why(error)}") from error
 
 
 def _base(request: Request) -> str:

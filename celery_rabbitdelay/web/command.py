@@ -46,7 +46,7 @@ def web(host: str, port: int, management: str | None, hashes: bool) -> None:
         import uvicorn
 
         from celery_rabbitdelay.web.access import is_here
-        from celery_rabbitdelay.web.asgi import application_for
+        from celery_rabbitdelay.web.asgi import Server
         from celery_rabbitdelay.web.site import Site
     except ImportError as missing:
         raise click.UsageError(
@@ -63,7 +63,7 @@ def web(host: str, port: int, management: str | None, hashes: bool) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     # The options name the trusted proxies, so the server must not replace the peer's address.
     uvicorn.run(
-        application_for(site),
+        Server(site).application(),
         host=host,
         port=port,
         proxy_headers=False,

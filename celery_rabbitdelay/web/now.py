@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
@@ -232,8 +233,7 @@ def late_by_task(answers: Iterable[Answer]) -> dict[str, str]:
             counts[task] = [sum(each) for each in zip(before, number, strict=True)]
     found = {}
     for task, number in counts.items():
-        enough = sum(number) * 0.99
-        place = next(at for at, so_far in enumerate(accumulate(number)) if so_far >= enough)
+        place = bisect_left([*accumulate(number)], sum(number) * 0.99)
         found[task] = (
             f"≤ {_brief(bounds[place])}" if place < len(bounds) else f"> {_brief(bounds[-1])}"
         )

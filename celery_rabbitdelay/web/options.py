@@ -196,9 +196,7 @@ def _check(is_right: object, name: str, takes: str) -> None:
 def hash_password(password: str) -> str:
     """Hash a password; the text contains the salt and the cost."""
     salt = secrets.token_bytes(16)
-    return ":".join(
-        ("scrypt", str(_N), str(_R), str(_P), _text(salt), _text(_hash(password, salt)))
-    )
+    return f"scrypt:{_N}:{_R}:{_P}:{_text(salt)}:{_text(_hash(password, salt))}"
 
 
 def is_hash(value: object) -> bool:

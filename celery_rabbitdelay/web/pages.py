@@ -81,7 +81,7 @@ PAGES: Final = (
     _action(
         "schedules/resume", partial(schedules.change, Schedules.resume, "resumed the schedule")
     ),
-    _action("schedules/trigger", partial(schedules.change, schedules.trigger, "triggered")),
+    _action("schedules/trigger", partial(schedules.change, Schedules.trigger, "triggered")),
     _action("schedules/end", schedules.end),
     _in_menu("levels", levels.levels, "Levels", "levels", refresh=2),
     _in_menu("workers", workers.workers, "Workers", "workers", refresh=10),

@@ -150,12 +150,11 @@ def _of_probes(answers: Iterable[Mapping[str, Any]]) -> Iterator[Problem]:
 
 
 def _of_tasks(due: Due, unserved: Mapping[str, bool]) -> Iterator[Problem]:
-    for exists in (False, True, None):
+    causes = {False: "; there is no queue ", True: "; no worker consumes queue ", None: ""}
+    for exists, cause in causes.items():
         if kinds := {kind for kind in due.overdue if unserved.get(kind.queue) is exists}:
             queue = _named(Counter(each.queue for each in kinds), "queue")
-            nobody = f"; no worker consumes queue {queue}"
-            causes = {False: f"; there is no queue {queue}", True: nobody, None: ""}
-            yield _overdue(due, kinds, causes[exists])
+            yield _overdue(due, kinds, cause and f"{cause}{queue}")
     for each, counts in due.paused.items():
         what = f"task {each.task}" if each.task is not None else f"queue {each.queue}"
         ends = "" if each.until is None else f", resumes {shown.left(each.until)}"

@@ -139,20 +139,15 @@ def written(rule: str) -> str:
     return f"{EVERY}{text}"
 
 
-def trigger(schedules: Schedules, name: str) -> bool:
-    """Send the task of a schedule now; return False if there is no such schedule."""
-    return schedules.trigger(name) is not None
-
-
 def end(request: ViewRequest) -> dict[str, object]:
     """End a schedule."""
     return {**change(Schedules.delete, "ended the schedule", request), "see": "schedules"}
 
 
 def change(
-    does: Callable[[Schedules, str], bool], what: str, request: ViewRequest
+    does: Callable[[Schedules, str], object], what: str, request: ViewRequest
 ) -> dict[str, object]:
-    """Pause, resume, trigger or end a schedule."""
+    """Pause, resume, trigger or end a schedule; ``does`` returns None or False without one."""
     name, see = request.fields.needed("name"), request.fields.address(token=None)
     if not does(request.with_registry.schedules, name):
         raise HTTPException(404, UNKNOWN)

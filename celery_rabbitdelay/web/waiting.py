@@ -73,15 +73,12 @@ def waiting(request: ViewRequest) -> dict[str, object]:
 
 def rows(search: Search, tasks: Sequence[Pending]) -> list[dict[str, object]]:
     """Return tasks with their states and their masked arguments."""
-    arguments, shown = search.context.arguments, []
-    ids = [each.task_id for each in tasks]
-    messages = search.delays.registry.index.short_messages(ids) if arguments else [""] * len(ids)
-    for task, message in zip(tasks, messages, strict=True):
-        text = arguments and arguments(task.task, message)
-        shown.append(
-            {**task._asdict(), "state": search.context.holds.state(task), "arguments": text}
-        )
-    return shown
+    arguments, ids = search.context.arguments, [each.task_id for each in tasks]
+    found = [{**each._asdict(), "state": search.context.holds.state(each)} for each in tasks]
+    messages = search.delays.registry.index.short_messages(ids) if arguments else ids
+    for task, message in zip(found, messages, strict=True):
+        task["arguments"] = arguments and arguments(task["task"], message)
+    return found
 
 
 def _facets(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from kombu import Queue
 
@@ -16,8 +16,6 @@ from celery_rabbitdelay.web.view_request import ViewRequest
 
 #: Seconds between two checks for queues without a worker, and the most queues that are checked.
 UNSERVED_PERIOD, MOST_QUEUES = 10.0, 100
-
-_T = TypeVar("_T")
 
 
 def workers(request: ViewRequest) -> dict[str, object]:
@@ -40,8 +38,7 @@ def workers(request: ViewRequest) -> dict[str, object]:
 
 def _worker(name: str, answer: Answer) -> dict[str, object]:
     """Return a worker's answer; fields that its version does not report are empty."""
-    arrivals, about = answer.get(ARRIVALS) or {}, answer.get(ABOUT)
-    at_work = about if isinstance(about, Mapping) else {}
+    arrivals, at_work = answer.get(ARRIVALS) or {}, _of(answer.get(ABOUT), dict, {})
     return {
         "name": name,
         "error": answer.get("error"),
@@ -61,7 +58,7 @@ def _worker(name: str, answer: Answer) -> dict[str, object]:
     }
 
 
-def _of(value: object, kind: type[_T], otherwise: _T | None) -> Any:
+def _of(value: object, kind: type, otherwise: object) -> Any:
     """Return a value of a type; a value of another type, from a later version, counts as absent."""
     return value if isinstance(value, kind) else otherwise
 
@@ -89,10 +86,7 @@ def _unserved(site: Site) -> Mapping[str, bool]:
 
 def _texts(answer: Answer, kind: str) -> dict[str, str]:
     """Return the versions or the settings of a worker; values that are not texts are left out."""
-    about = answer.get(ABOUT)
-    found = about.get(kind) if isinstance(about, Mapping) else None
-    if not isinstance(found, Mapping):
-        return {}
+    found = _of(_of(answer.get(ABOUT), dict, {}).get(kind), dict, {})
     return {str(name): value for name, value in found.items() if isinstance(value, str)}
 
 
