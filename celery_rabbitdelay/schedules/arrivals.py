@@ -329,9 +329,8 @@ class Arrivals(BatchThread[_Came]):
 
     def _leave_out(self, came: _Came) -> None:
         """Acknowledge an occurrence that does not run."""
-        # Another message of the same occurrence may be waiting for the end of a run.
-        is_own = came.decided.goes_on or came.occurrence.turns
-        if is_own and came.occurrence.overlap == "queue-one":
+        # If it is dropped, another message of the same occurrence may wait for the end of a run.
+        if came.decided.goes_on and came.occurrence.overlap == "queue-one":
             runs.queue(self._registry, came.occurrence, 0)
         ack = came.arrived.delivery.ack
         self.act(partial(self.acknowledge, ack), is_acknowledgement=True)
