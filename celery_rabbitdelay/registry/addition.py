@@ -20,9 +20,9 @@ from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.application import (
     EXPIRED,
+    OPTIONS,
     RegistryOptions,
     RegistrySettings,
-    check_options,
     register_sent,
     registry_of,
 )
@@ -63,7 +63,14 @@ class RegistryAddition(Addition):
 
     def check(self, options: Options) -> None:
         """Refuse invalid options of the registry; without a registry, refuse all of them."""
-        check_options(options, self._settings)
+        given = {name: options[name] for name in OPTIONS if options.get(name) is not None}
+        for name, value in given.items():
+            is_taken, takes = OPTIONS[name]
+            if not is_taken(value):
+                raise exceptions.UnknownOption(name, value, takes.format(name=name))
+        for name, value in given.items():
+            if value is not False and self._settings.registry_url is None:
+                raise exceptions.RegistryRequired(f"{name} = {value!r}")
 
     def to_send(self, send: Send) -> AddedToSend | None:
         """Return the registry's part of a send; None for a send without options of the registry."""

@@ -97,27 +97,6 @@ OPTIONS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 }
 
 
-def check_options(options: Options, settings: RegistrySettings) -> None:
-    """Refuse invalid options of the registry; without a registry, refuse all of them.
-
-    Args:
-        options: The options of a send.
-        settings: The settings of the registry.
-
-    Raises:
-        RegistryRequired: An option of the registry is given, but there is no registry.
-        UnknownOption: The value of an option is invalid.
-    """
-    given = {name: options[name] for name in OPTIONS if options.get(name) is not None}
-    for name, value in given.items():
-        is_taken, takes = OPTIONS[name]
-        if not is_taken(value):
-            raise exceptions.UnknownOption(name, value, takes.format(name=name))
-    for name, value in given.items():
-        if value is not False and settings.registry_url is None:
-            raise exceptions.RegistryRequired(f"{name} = {value!r}")
-
-
 NO_TICKET: Final = Ticket()
 
 

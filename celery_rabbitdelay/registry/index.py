@@ -49,31 +49,19 @@ class Names(NamedTuple):
         """
         return f"{self.prefix}:{{0}}:{name}"
 
-    def jobs(self) -> Iterator[str]:
-        """Yield the key of every shard's list of jobs; ``job.lua`` builds the same names."""
-        return (f"{self.prefix}:{{{shard}}}:jobs" for shard in range(SHARDS))
+    def in_shards(self, name: str) -> list[str]:
+        """Return a key of every shard; the scripts build the same names.
 
-    def open_jobs(self) -> Iterator[str]:
-        """Yield the key of every shard's list of open jobs; ``job.lua`` builds the same names."""
-        return (f"{self.prefix}:{{{shard}}}:open" for shard in range(SHARDS))
-
-    def due(self, shard: int, kind: Kind | None = None, job: str | None = None) -> str:
-        """Return the key of one shard's index by due time: of all tasks, of a kind, or of a job.
-
-        ``shared.lua`` builds the same names.
+        ``jobs`` and ``open`` are the lists of jobs and of open jobs, ``kinds`` is the list of
+        kinds; for the others see :meth:`due`.
         """
-        index = f"{self.prefix}:{{{shard}}}:due"
+        return [f"{self.prefix}:{{{shard}}}:{name}" for shard in range(SHARDS)]
+
+    def due(self, kind: Kind | None = None, job: str | None = None) -> list[str]:
+        """Return every shard's index by due time: of all tasks, of a kind, or of a job."""
         if kind is not None:
-            return f"{index}:kind:{kind.text}"
-        return index if job is None else f"{index}:job:{job}"
-
-    def kinds(self) -> Iterator[str]:
-        """Yield the key of every shard's list of kinds; the scripts build the same names."""
-        return (f"{self.prefix}:{{{shard}}}:kinds" for shard in range(SHARDS))
-
-    def all_due(self, kind: Kind | None = None, job: str | None = None) -> Iterator[str]:
-        """Yield the key of every shard's index."""
-        return (self.due(shard, kind, job) for shard in range(SHARDS))
+            return self.in_shards(f"due:kind:{kind.text}")
+        return self.in_shards("due" if job is None else f"due:job:{job}")
 
 
 def shard_of(name: str) -> int:
@@ -301,7 +289,7 @@ class Index:
         """
         in_order = sorted({*instants_ms})
         arguments = [(self.least_ms(), most, instants_ms[0], *in_order)]
-        calls = [ScriptCall("summary", [name], arguments) for name in self.names.kinds()]
+        calls = [ScriptCall("summary", [name], arguments) for name in self.names.in_shards("kinds")]
         found: dict[str, list[KindCounts]] = {}
         left_out = 0
         # One call per shard, so that Redis serves other clients in between.
@@ -394,7 +382,7 @@ class Index:
         of_jobs = [
             (name, self.least_ms(), f"({before_ms}")
             for job in jobs
-            for name in self.names.all_due(None, job)
+            for name in self.names.due(None, job)
         ]
         counts = self.store.commands(lambda pipe: [pipe.zcount(*each) for each in of_jobs])
         found = [(each, count) for each, count in zip(of_jobs, counts, strict=True) if count]
@@ -465,10 +453,10 @@ class Index:
             kinds: All kinds, if the filter names a task.
         """
         if wanted.job is not None or not wanted.is_of_kinds:  # a job has fewer tasks than a kind
-            return [*self.names.all_due(None, wanted.job)]
+            return self.names.due(None, wanted.job)
         chosen = kinds if wanted.kinds is None else sorted(wanted.kinds)
         named = (kind for kind in chosen if wanted.task in (None, kind.task))
-        return [key for kind in named for key in self.names.all_due(kind)]
+        return [key for kind in named for key in self.names.due(kind)]
 
     def _page(self, name: str, start: int, end: int) -> list[tuple[int, str]]:
         """Return the due times and ids at these ranks."""

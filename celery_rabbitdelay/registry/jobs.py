@@ -8,6 +8,8 @@ from datetime import datetime
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
+from kombu.utils.functional import LRUCache
+
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.decision import new_copy
@@ -76,7 +78,7 @@ class Jobs:
         self.on_expired: Callable[[], None] | None = None
         #: The names and ids of committed jobs. A commit is final, and the tasks of a committed job
         #: run even after its record has expired.
-        self._committed: set[tuple[str, str]] = set()
+        self._committed: LRUCache[tuple[str, str], JobState] = LRUCache(limit=REMEMBERED)
         #: The ids of jobs for which :meth:`open` got no answer; the next call uses the same id.
         #: Other threads that open the same job have their own ids.
         self._opening: dict[str, str] = {}
@@ -144,7 +146,7 @@ class Jobs:
             now_ms: The time by the clock of Redis.
             most: The limit of returned jobs.
         """
-        lists = [*self._names.jobs()]
+        lists = self._names.in_shards("jobs")
         found: list[list[tuple[str, float]]] = self._store.commands(
             lambda pipe: [pipe.zrevrange(key, 0, most - 1, withscores=True) for key in lists]
         )
@@ -163,7 +165,7 @@ class Jobs:
 
     def open_ones(self, now_ms: int) -> list[str]:
         """Return the names of all jobs that are open at an instant of Redis's clock."""
-        lists = [*self._names.open_jobs()]
+        lists = self._names.in_shards("open")
         found: list[list[str]] = self._store.commands(
             lambda pipe: [pipe.zrangebyscore(key, f"({now_ms}", "+inf") for key in lists]
         )
@@ -190,13 +192,8 @@ class Jobs:
             if word:
                 found[job] = state = JobState(word)
                 if state is JobState.COMMITTED and job[1]:
-                    self._remember(job)
+                    self._committed[job] = state
         return found
-
-    def _remember(self, job: tuple[str, str]) -> None:
-        if len(self._committed) >= REMEMBERED:
-            self._committed.clear()
-        self._committed.add(job)
 
     def _call(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> Sequence[str]:
         (answer,) = self._run([(job, verb, job_id, instant)])

@@ -21,7 +21,7 @@ from celery_rabbitdelay.registry.decision import (
     Verdict,
     new_copy,
 )
-from celery_rabbitdelay.registry.index import SHARDS, Index, KeyKind, Kind, Names
+from celery_rabbitdelay.registry.index import Index, KeyKind, Kind, Names
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, Questions
 from celery_rabbitdelay.registry.store import UNREADABLE, ScriptCall, Store, readable
@@ -159,8 +159,7 @@ class Registry:
 
         In a cluster, return the latest time of all servers: no registered task was sent later.
         """
-        shards = range(SHARDS if self.store.is_cluster else 1)
-        keys = [f"{self.names.prefix}:{{{shard}}}:now" for shard in shards]
+        keys = self.names.in_shards("now")[: None if self.store.is_cluster else 1]
         (answers,) = self.store.of_each(ScriptCall("ask", keys, [("key",)] * len(keys)))
         return max(map(int, answers)) // 1000
 

@@ -238,10 +238,8 @@ def send_all(delays: Delays, messages: Sequence[Delayed]) -> None:
 
 
 def _registration(delayed: Delayed) -> Registration:
-    copy = str(delayed.message.headers.registry[COPY])
-    made = Registration(delayed.task_id, copy, _due_ms(delayed))
-    queue = delayed.message.headers.queue or ""
-    return made._replace(name=task_of(delayed), message=stored(delayed), queue=queue)
+    headers = delayed.message.headers
+    return Registration.of(delayed.task_id, headers, task_of(delayed), stored(delayed))
 
 
 def _due_ms(delayed: Delayed) -> int:

@@ -62,7 +62,7 @@ def free(registry: Registry, name: str = JOB) -> None:
 
 def listed_in_redis(registry: Registry) -> int:
     """Return how many jobs the lists take room for."""
-    names = [*registry.names.jobs()]
+    names = registry.names.in_shards("jobs")
     return sum(registry.store.commands(lambda pipe: [pipe.zcard(each) for each in names]))
 
 

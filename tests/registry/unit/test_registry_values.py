@@ -66,9 +66,9 @@ def test_all_keys_of_one_task_are_on_one_server(prefix: str, task_id: str, task:
     assert 0 <= shard < SHARDS
     every = (
         keys.of("task", task_id),
-        keys.due(shard),
-        keys.due(shard, Kind(task, task)),
-        keys.due(shard, None, task),
+        keys.due()[shard],
+        keys.due(Kind(task, task))[shard],
+        keys.due(None, task)[shard],
     )
     slots = {key_slot(key.encode("utf-8", "surrogatepass")) for key in every}
     assert slots == {key_slot(str(shard).encode())}
@@ -89,7 +89,7 @@ def test_a_mark_is_read_as_it_was_written(name: str, generation: int, arrivals: 
 def test_different_names_have_different_keys(some: set[str]) -> None:
     keys = Names("test")
     every = [keys.of(kind, each) for each in some for kind in get_args(KeyKind)]
-    every += [keys.only("complete-since"), *keys.all_due()]
+    every += [keys.only("complete-since"), *keys.due()]
     assert len({*every}) == len(every)
 
 
