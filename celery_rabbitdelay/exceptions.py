@@ -82,12 +82,14 @@ class RabbitDelayError(Exception):
     #: The error's text, a format string with the attributes of ``self``.
     text: ClassVar[str] = ""
 
-    #: The page of the documentation that names the error and says what to do. The error has it as
-    #: a note, which a traceback shows below the text.
+    #: The page of the documentation that names the error and says what to do: an argument of the
+    #: class. The error has it as a note, which a traceback shows below the text.
     page: ClassVar[str] = "how-to/troubleshooting"
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, page: str = "") -> None:
         super().__init_subclass__()
+        if page:
+            cls.page = page
         dataclass(eq=False, repr=False)(cls)
 
     def __init__(self, *args: object) -> None:
@@ -114,7 +116,7 @@ class RabbitDelayError(Exception):
         return self.text.format(self=self) if self.text else super().__str__()
 
 
-class InvalidDelay(RabbitDelayError, ValueError):
+class InvalidDelay(RabbitDelayError, ValueError, page="reference/api"):
     """The delay, eta or tolerance is invalid, for example infinite, or a naive datetime.
 
     Attributes:
@@ -128,14 +130,13 @@ class InvalidDelay(RabbitDelayError, ValueError):
     what: str = "delay"
 
     text: ClassVar[str] = "{self.what} {self.value!r}: {self.reason}"
-    page: ClassVar[str] = "reference/api"
 
 
 class InvalidDelayType(InvalidDelay, TypeError):
     """The delay has an unsupported type, such as a string, a bool or a datetime."""
 
 
-class DelayTooLong(RabbitDelayError, ValueError):
+class DelayTooLong(RabbitDelayError, ValueError, page="how-to/modules"):
     """The delay is above the layout's capacity, the largest delay of one pass through the levels.
 
     Attributes:
@@ -146,8 +147,6 @@ class DelayTooLong(RabbitDelayError, ValueError):
     delay_ms: int
     capacity_ms: int
 
-    page: ClassVar[str] = "how-to/modules"
-
     def __str__(self) -> str:
         return (
             f"a delay of {self.delay_ms / 1000:,.3f} s is above the layout's capacity of "
@@ -156,7 +155,7 @@ class DelayTooLong(RabbitDelayError, ValueError):
         )
 
 
-class InvalidLayout(RabbitDelayError, ValueError):
+class InvalidLayout(RabbitDelayError, ValueError, page="how-to/layout"):
     """The layout is invalid.
 
     A level's place value must be the product of the next lower level's base and place value. TTLs
@@ -168,10 +167,8 @@ class InvalidLayout(RabbitDelayError, ValueError):
 
     reason: str
 
-    page: ClassVar[str] = "how-to/layout"
 
-
-class InvalidSetting(RabbitDelayError, ValueError):
+class InvalidSetting(RabbitDelayError, ValueError, page="reference/settings"):
     """An unknown ``rabbitdelay_*`` key, or an invalid value.
 
     Attributes:
@@ -185,10 +182,9 @@ class InvalidSetting(RabbitDelayError, ValueError):
     takes: str
 
     text: ClassVar[str] = "{self.key} = {self.value!r}: {self.takes}"
-    page: ClassVar[str] = "reference/settings"
 
 
-class InvalidSigningKey(RabbitDelayError, ValueError):
+class InvalidSigningKey(RabbitDelayError, ValueError, page="how-to/sign_encrypt_tls"):
     """A signing key is missing, too short or of the wrong type. The error does not show the key.
 
     Attributes:
@@ -198,10 +194,9 @@ class InvalidSigningKey(RabbitDelayError, ValueError):
     reason: str
 
     text: ClassVar[str] = "invalid signing key: {self.reason}"
-    page: ClassVar[str] = "how-to/sign_encrypt_tls"
 
 
-class InvalidSchedule(RabbitDelayError, ValueError):
+class InvalidSchedule(RabbitDelayError, ValueError, page="how-to/schedules"):
     """A schedule has an invalid rule, name or arguments.
 
     Attributes:
@@ -213,10 +208,9 @@ class InvalidSchedule(RabbitDelayError, ValueError):
     reason: str
 
     text: ClassVar[str] = "the schedule {self.value!r}: {self.reason}"
-    page: ClassVar[str] = "how-to/schedules"
 
 
-class UnknownOption(RabbitDelayError, TypeError):
+class UnknownOption(RabbitDelayError, TypeError, page="reference/api"):
     """A delayed task has an option that is unknown or not allowed here.
 
     Attributes:
@@ -230,10 +224,9 @@ class UnknownOption(RabbitDelayError, TypeError):
     reason: str = "unknown option; leave it out"
 
     text: ClassVar[str] = "{self.name} = {self.value!r}: {self.reason}"
-    page: ClassVar[str] = "reference/api"
 
 
-class LayoutConflict(RabbitDelayError, OperationalError):
+class LayoutConflict(RabbitDelayError, OperationalError, page="how-to/layout"):
     """Exchanges or queues under the prefix exist on the broker with different arguments.
 
     Attributes:
@@ -250,10 +243,9 @@ class LayoutConflict(RabbitDelayError, OperationalError):
         "the levels under the prefix {self.prefix!r} differ on the broker: {self.advice}. "
         "The broker's reply: {self.reply}"
     )
-    page: ClassVar[str] = "how-to/layout"
 
 
-class TopologyIncomplete(RabbitDelayError, OperationalError):
+class TopologyIncomplete(RabbitDelayError, OperationalError, page="how-to/declare"):
     """Exchanges or queues of the layout are missing on the broker.
 
     Attributes:
@@ -263,8 +255,6 @@ class TopologyIncomplete(RabbitDelayError, OperationalError):
 
     prefix: str
     missing: tuple[str, ...]
-
-    page: ClassVar[str] = "how-to/declare"
 
     def __str__(self) -> str:
         shown = ", ".join(self.missing[:5])
@@ -277,7 +267,7 @@ class TopologyIncomplete(RabbitDelayError, OperationalError):
         )
 
 
-class TopologyNotEmpty(RabbitDelayError):
+class TopologyNotEmpty(RabbitDelayError, page="how-to/declare"):
     """A topology cannot be deleted, because messages still wait in it.
 
     Attributes:
@@ -288,8 +278,6 @@ class TopologyNotEmpty(RabbitDelayError):
     prefix: str
     waiting: Mapping[str, int]
 
-    page: ClassVar[str] = "how-to/declare"
-
     def __str__(self) -> str:
         return (
             f"{sum(self.waiting.values())} messages still wait in {len(self.waiting)} queues under "
@@ -298,7 +286,7 @@ class TopologyNotEmpty(RabbitDelayError):
         )
 
 
-class TopologyInUse(RabbitDelayError):
+class TopologyInUse(RabbitDelayError, page="how-to/declare"):
     """A topology cannot be deleted, because its queues have consumers.
 
     A worker may hold messages that it has received and not yet published. The broker does not
@@ -312,8 +300,6 @@ class TopologyInUse(RabbitDelayError):
     prefix: str
     consumers: Mapping[str, int]
 
-    page: ClassVar[str] = "how-to/declare"
-
     def __str__(self) -> str:
         return (
             f"{sum(self.consumers.values())} consumers still take messages from "
@@ -323,7 +309,7 @@ class TopologyInUse(RabbitDelayError):
         )
 
 
-class SameTopology(RabbitDelayError, ValueError):
+class SameTopology(RabbitDelayError, ValueError, page="how-to/migrate"):
     """Source and target of a migration are the same topology.
 
     Attributes:
@@ -337,10 +323,11 @@ class SameTopology(RabbitDelayError, ValueError):
         "broker, and so the same queues. Give the new levels another rabbitdelay_prefix, and pass "
         "the old prefix as --from-prefix"
     )
-    page: ClassVar[str] = "how-to/migrate"
 
 
-class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError):
+class NeedsDistribution(
+    RabbitDelayError, OperationalError, NotImplementedError, page="how-to/modules"
+):
     """The message needs distribution, which ``rabbitdelay_modules`` does not list.
 
     Another send does not help. The error is an :class:`~kombu.exceptions.OperationalError` because
@@ -358,10 +345,9 @@ class NeedsDistribution(RabbitDelayError, OperationalError, NotImplementedError)
         '"distribution" to rabbitdelay_modules; or call send_many without envelopes=True; or set '
         "rabbitdelay=False on the task to keep Celery's own behavior"
     )
-    page: ClassVar[str] = "how-to/modules"
 
 
-class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
+class MessageTooLarge(RabbitDelayError, OperationalError, ValueError, page="reference/bounds"):
     """The message is larger than modules accept, or than workers decompress.
 
     Nothing was sent, and another send does not help. The error is an
@@ -382,7 +368,6 @@ class MessageTooLarge(RabbitDelayError, OperationalError, ValueError):
         "to one queue of task_queues, with a priority of at most 4 and a delay within the levels' "
         "capacity; or raise the setting on workers and producers"
     )
-    page: ClassVar[str] = "reference/bounds"
 
 
 class PublishError(RabbitDelayError, OperationalError):
@@ -470,7 +455,7 @@ class MissingPermission(NamedTuple):
         return f"the user {self.user!r} lacks the {what} on the {where}: see rabbitmqctl {command}"
 
 
-class PermissionMissing(RabbitDelayError, OperationalError):
+class PermissionMissing(RabbitDelayError, OperationalError, page="how-to/permissions"):
     """The broker's user lacks a permission.
 
     ``celery rabbitdelay permissions`` prints the permissions that each role needs.
@@ -482,7 +467,6 @@ class PermissionMissing(RabbitDelayError, OperationalError):
     permission: MissingPermission
 
     text: ClassVar[str] = "{self.permission}"
-    page: ClassVar[str] = "how-to/permissions"
 
 
 class PublishNotPermitted(PublishError, PermissionMissing):
@@ -545,7 +529,7 @@ class NoPublisherFree(RabbitDelayError, OperationalError):
     )
 
 
-class InvalidEnvelope(RabbitDelayError, ValueError):
+class InvalidEnvelope(RabbitDelayError, ValueError, page="reference/bounds"):
     """An envelope cannot be read or written, or exceeds a size limit.
 
     Attributes:
@@ -554,10 +538,8 @@ class InvalidEnvelope(RabbitDelayError, ValueError):
 
     reason: str
 
-    page: ClassVar[str] = "reference/bounds"
 
-
-class UnprocessableMessage(RabbitDelayError):
+class UnprocessableMessage(RabbitDelayError, page="how-to/undeliverable"):
     """A module cannot process a message, which goes to ``undeliverable``.
 
     Attributes:
@@ -566,19 +548,15 @@ class UnprocessableMessage(RabbitDelayError):
 
     reason: str
 
-    page: ClassVar[str] = "how-to/undeliverable"
 
-
-class LaterVersion(UnprocessableMessage):
+class LaterVersion(UnprocessableMessage, page="how-to/upgrade"):
     """Only a later version of this package can read a message.
 
     A module puts the message back into the levels, for a worker of that version.
     """
 
-    page: ClassVar[str] = "how-to/upgrade"
 
-
-class InvalidDestination(RabbitDelayError, ValueError):
+class InvalidDestination(RabbitDelayError, ValueError, page="how-to/undeliverable"):
     """Undeliverable messages cannot be redirected to this queue.
 
     Attributes:
@@ -590,10 +568,9 @@ class InvalidDestination(RabbitDelayError, ValueError):
     reason: str
 
     text: ClassVar[str] = "the queue {self.queue!r} {self.reason}"
-    page: ClassVar[str] = "how-to/undeliverable"
 
 
-class RowsNotConfirmed(RabbitDelayError, OperationalError):
+class RowsNotConfirmed(RabbitDelayError, OperationalError, page="how-to/send_many"):
     """Some rows of a ``send_many`` were not confirmed; all others are.
 
     Attributes:
@@ -605,8 +582,6 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
         rest: The number of the first row that was not sent because the send had ended; None if
             there is no such row. Unless the iterable raised, it has already yielded this row.
     """
-
-    page: ClassVar[str] = "how-to/send_many"
 
     def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:
         super().__init__(report, errors, rest)
@@ -627,7 +602,7 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
         return f"{len(self.errors)} rows were not confirmed ({shown}){more}"
 
 
-class TasksNotConfirmed(RabbitDelayError, OperationalError):
+class TasksNotConfirmed(RabbitDelayError, OperationalError, page="how-to/send_many"):
     """Some tasks of a ``pipeline()`` or a group were not confirmed; all others are.
 
     Attributes:
@@ -636,8 +611,6 @@ class TasksNotConfirmed(RabbitDelayError, OperationalError):
         uncertain: The ids of the tasks in ``errors`` that the broker may have nevertheless. The
             broker does not have the other tasks, so sending the others again makes no copies.
     """
-
-    page: ClassVar[str] = "how-to/send_many"
 
     def __init__(self, errors: Mapping[str, Exception]) -> None:
         super().__init__(errors)
@@ -652,7 +625,7 @@ class TasksNotConfirmed(RabbitDelayError, OperationalError):
         return f"{len(self.errors)} tasks were not confirmed ({shown})"
 
 
-class InvalidRow(RabbitDelayError, TypeError):
+class InvalidRow(RabbitDelayError, TypeError, page="how-to/send_many"):
     """A row of ``send_many`` is invalid.
 
     Attributes:
@@ -664,10 +637,9 @@ class InvalidRow(RabbitDelayError, TypeError):
     reason: str
 
     text: ClassVar[str] = "row {self.row!r}: {self.reason}"
-    page: ClassVar[str] = "how-to/send_many"
 
 
-class InvalidOption(RabbitDelayError, ValueError):
+class InvalidOption(RabbitDelayError, ValueError, page="how-to/spark"):
     """An option of Spark's format ``rabbitdelay`` is unknown, missing or invalid.
 
     Attributes:
@@ -680,14 +652,12 @@ class InvalidOption(RabbitDelayError, ValueError):
     value: str | None
     takes: str
 
-    page: ClassVar[str] = "how-to/spark"
-
     def __str__(self) -> str:
         value = "" if self.value is None else f" = {self.value!r}"
         return f"option {self.name}{value}: {self.takes}"
 
 
-class InvalidColumn(RabbitDelayError, TypeError):
+class InvalidColumn(RabbitDelayError, TypeError, page="how-to/spark"):
     """A column of a DataFrame that becomes tasks is missing, unknown or of a wrong type.
 
     Attributes:
@@ -700,14 +670,12 @@ class InvalidColumn(RabbitDelayError, TypeError):
     type: str | None
     takes: str
 
-    page: ClassVar[str] = "how-to/spark"
-
     def __str__(self) -> str:
         shown = "" if self.type is None else f" ({self.type})"
         return f"column {self.name}{shown}: {self.takes}"
 
 
-class ReadTooLong(RabbitDelayError, OperationalError):
+class ReadTooLong(RabbitDelayError, OperationalError, page="how-to/spark"):
     """Reading the undeliverable messages took too long; the broker may have requeued some.
 
     Attributes:
@@ -722,7 +690,6 @@ class ReadTooLong(RabbitDelayError, OperationalError):
         "reading {self.messages} undeliverable messages took {self.seconds:.0f} s, so the broker "
         "may have requeued some (consumer_timeout): set a lower limit"
     )
-    page: ClassVar[str] = "how-to/spark"
 
 
 class AdditionMissing(RabbitDelayError, AttributeError):
@@ -742,7 +709,7 @@ class AdditionMissing(RabbitDelayError, AttributeError):
     )
 
 
-class RegistryRequired(RabbitDelayError, TypeError):
+class RegistryRequired(RabbitDelayError, TypeError, page="how-to/registry"):
     """An option or a call needs the registry, but ``rabbitdelay_registry_url`` is not set.
 
     Attributes:
@@ -754,10 +721,9 @@ class RegistryRequired(RabbitDelayError, TypeError):
     text: ClassVar[str] = (
         "{self.what} needs the registry: set rabbitdelay_registry_url to the URL of a Redis server"
     )
-    page: ClassVar[str] = "how-to/registry"
 
 
-class RegistryUnavailable(RabbitDelayError, OperationalError):
+class RegistryUnavailable(RabbitDelayError, OperationalError, page="how-to/registry"):
     """Redis did not answer in time, or refused a command.
 
     A send that raises this error has published nothing.
@@ -769,10 +735,9 @@ class RegistryUnavailable(RabbitDelayError, OperationalError):
     reason: str
 
     text: ClassVar[str] = "the registry cannot be used: {self.reason}"
-    page: ClassVar[str] = "how-to/registry"
 
 
-class NotRecorded(RabbitDelayError, NotImplementedError):
+class NotRecorded(RabbitDelayError, NotImplementedError, page="how-to/testing"):
     """A test needs something that ``celery_rabbitdelay.testing.recorded`` does not imitate.
 
     Attributes:
@@ -785,10 +750,9 @@ class NotRecorded(RabbitDelayError, NotImplementedError):
         "recorded() does not imitate {self.what}: use celery_rabbitdelay.testing.travel, which "
         "runs the test against a real RabbitMQ"
     )
-    page: ClassVar[str] = "how-to/testing"
 
 
-class NotTracked(RabbitDelayError, ValueError):
+class NotTracked(RabbitDelayError, ValueError, page="how-to/cancel"):
     """A task cannot run earlier, because the registry does not have its message.
 
     Attributes:
@@ -801,10 +765,9 @@ class NotTracked(RabbitDelayError, ValueError):
         "task {self.task_id} cannot run earlier: its message waits in the broker and is not "
         "tracked. Send it with track=True, or cancel it and send it under another id"
     )
-    page: ClassVar[str] = "how-to/cancel"
 
 
-class JobClosed(RabbitDelayError, ValueError):
+class JobClosed(RabbitDelayError, ValueError, page="how-to/jobs"):
     """A job cannot be opened, committed or aborted, or take tasks, in its present state.
 
     Attributes:
@@ -815,8 +778,6 @@ class JobClosed(RabbitDelayError, ValueError):
     job: str
     state: str
 
-    page: ClassVar[str] = "how-to/jobs"
-
     def __str__(self) -> str:
         way_out = {
             "unknown": "open it first, with app.rabbitdelay.open_job or app.rabbitdelay.job",
@@ -825,7 +786,7 @@ class JobClosed(RabbitDelayError, ValueError):
         return f"job {self.job!r} is {self.state}: {way_out.get(self.state, 'open another one')}"
 
 
-class InvalidManagementURL(RabbitDelayError, ValueError):
+class InvalidManagementURL(RabbitDelayError, ValueError, page="how-to/verify"):
     """The URL of RabbitMQ's management API is malformed.
 
     Attributes:
@@ -835,10 +796,9 @@ class InvalidManagementURL(RabbitDelayError, ValueError):
     url: str
 
     text: ClassVar[str] = "invalid management URL {self.url!r}: give one such as http://host:15672"
-    page: ClassVar[str] = "how-to/verify"
 
 
-class ManagementUnavailable(RabbitDelayError, OperationalError):
+class ManagementUnavailable(RabbitDelayError, OperationalError, page="how-to/verify"):
     """RabbitMQ's management API cannot be reached, or refuses to answer.
 
     Attributes:
@@ -856,7 +816,6 @@ class ManagementUnavailable(RabbitDelayError, OperationalError):
         "(rabbitmq-plugins enable rabbitmq_management), and set --management or "
         "RABBITDELAY_MANAGEMENT_URL to its URL, with a user that has the tag 'monitoring'"
     )
-    page: ClassVar[str] = "how-to/verify"
 
 
 def _may_have_arrived(error: Exception) -> bool:
