@@ -8,7 +8,7 @@ kernel calls. If a folder was deleted, its settings, options, methods and comman
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
@@ -138,8 +138,8 @@ entries: Final[list[Entry]] = []
 #: The groups of settings, by the names of the settings.
 settings: Final[dict[str, str]] = {}
 
-#: The additions by the names of their options.
-options: Final[dict[str, Entry]] = {}
+#: The hooks of additions, by the names of their options.
+options: Final[dict[str, str]] = {}
 
 #: The places of all commands, by name; the kernel's commands are there from the start.
 commands: Final[dict[str, str]] = {
@@ -163,26 +163,22 @@ def add(entry: Entry) -> None:
         ValueError: Another addition has a setting, an option, an attribute, a command or a service
             of the same name.
     """
-    attributes = [name for names in entry.methods.values() for name in names]
-    _refuse_taken(entry.settings, settings)
-    _refuse_taken(entry.options, options)
-    _refuse_taken(attributes, methods)
-    _refuse_taken(entry.services, services)
-    _refuse_taken([name for names in entry.commands.values() for name in names], commands)
+    attributes = {name: where for where, names in entry.methods.items() for name in names}
+    modules = {name: module for module, names in entry.commands.items() for name in names}
+    parts: tuple[tuple[dict[str, str], Mapping[str, str]], ...] = (
+        (settings, dict.fromkeys(entry.settings, entry.group)),
+        (options, dict.fromkeys(entry.options, entry.hooks)),
+        (methods, attributes),
+        (services, entry.services),
+        (commands, {name: f"{modules[name]}:{name.replace('-', '_')}" for name in modules}),
+    )
+    for known, own in parts:
+        for name in own:
+            if name in known:
+                raise ValueError(f"another addition uses the name {name!r} already")
     entries.append(entry)
-    settings.update(dict.fromkeys(entry.settings, entry.group))
-    options.update(dict.fromkeys(entry.options, entry))
-    services.update(entry.services)
-    for where, names in entry.methods.items():
-        methods.update(dict.fromkeys(names, where))
-    for module, names in entry.commands.items():
-        commands.update({name: f"{module}:{name.replace('-', '_')}" for name in names})
-
-
-def _refuse_taken(names: Iterable[str], taken: Container[str]) -> None:
-    for name in names:
-        if name in taken:
-            raise ValueError(f"another addition uses the name {name!r} already")
+    for known, own in parts:
+        known.update(own)
 
 
 def exists(entry: Entry) -> bool:

@@ -38,7 +38,7 @@ from celery.result import AsyncResult
 from kombu import Producer
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app import additions, canvas, celery_internals, task_sending
+from celery_rabbitdelay.app import additions, celery_internals, task_sending
 from celery_rabbitdelay.app.canvas import DelayingSignature
 from celery_rabbitdelay.app.control import DelayingControl, WaitingResult
 from celery_rabbitdelay.app.copies import Copies
@@ -58,9 +58,8 @@ from celery_rabbitdelay.app.options import (
 )
 from celery_rabbitdelay.app.pipelines import group_pipeline
 from celery_rabbitdelay.app.seams import checked_added_options
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import Delay, milliseconds, plain, tolerance_milliseconds
+from celery_rabbitdelay.levels.delay import Delay, milliseconds, plain
 from celery_rabbitdelay.levels.shown_url import without_passwords
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 
@@ -242,10 +241,9 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
             given["delay"] = plain(delay, "delay")
         if own := {name: given.pop(name) for name in own_options() if name in given}:
             given[BESIDE_STAMPS] = own
-        of_celery = {"args": args, "kwargs": kwargs, "exc": exc, "eta": eta}
-        of_celery |= {"countdown": countdown, "max_retries": max_retries}
-        # An application's override may take these by keyword only, or have defaults of its own.
-        given |= {name: value for name, value in of_celery.items() if value is not None}
+        # An application's override may take these by keyword only.
+        given |= _if_given(args=args, kwargs=kwargs, exc=exc, eta=eta, countdown=countdown)
+        given |= _if_given(max_retries=max_retries)
         if not throw:
             given["throw"] = False
         try:
@@ -405,38 +403,7 @@ class Celery(DelayingCelery):
             sent = self.rabbitdelay.part(Copies).send(name, args, kwargs, options)
             if sent is not None:
                 return sent
-        former = header_names.own(celery_internals.headers_of_former(self, options))
-        if header_names.own(options.get("headers") or {}):
-            options["headers"] = header_names.strip(options["headers"])
-        given, stamps = without_stamps(options)
-        added = checked_added_options(given, self.rabbitdelay)
-        body_delay_is_restored = given.pop(canvas.BODY_DELAY_IS_RESTORED, False)
-        if any(given.get(option) for option in canvas.SIGNATURE_OPTIONS):
-            if not body_delay_is_restored and not given.get("retries"):
-                given = canvas.restore_body_delay(given, given.get("delay"))
-            takeover = self.rabbitdelay.settings.takeover
-            word = "countdown" if takeover else "delay"
-            check = partial(checked_added_options, delays=self.rabbitdelay)
-            given = canvas.translate_delays(given, word, check)
-        delay, tolerance = given.pop("delay", None), given.pop("tolerance", 0)
-        if delay is not None:
-            refuse_two_times(delay, given.get("countdown"), given.get("eta"))
-        tolerance_ms = tolerance_milliseconds(tolerance)
-        for option in added:
-            given.pop(option)
-        return task_sending.TaskSending(
-            delays=self.rabbitdelay,
-            name=name,
-            task=None,
-            options=given,
-            added=added,
-            former=former,
-            has_id=False,
-            by_celery=by_celery,
-            delay=delay,
-            tolerance_ms=tolerance_ms,
-            stamps=stamps,
-        ).send()
+        return task_sending.TaskSending(self.rabbitdelay, name, options, by_celery).send()
 
     def producer_or_acquire(self, producer: Producer | None = None) -> Any:
         """Acquire a producer, as in Celery; a group's delayed members go through a pipeline."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
@@ -18,6 +19,7 @@ from celery.canvas import Signature
 from celery.result import AsyncResult
 
 from celery_rabbitdelay.app.celery_internals import copied_as
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.options import (
     DelayOptions,
     Options,
@@ -25,6 +27,7 @@ from celery_rabbitdelay.app.options import (
     own_options,
     without_stamps,
 )
+from celery_rabbitdelay.app.seams import checked_added_options
 from celery_rabbitdelay.exceptions import UnknownOption
 from celery_rabbitdelay.levels.delay import milliseconds, plain
 
@@ -210,39 +213,40 @@ def _each(signatures: Any, change: Callable[[Any], Any]) -> Any:
     return change(signatures) if isinstance(signatures, Mapping) else signatures
 
 
-def translate_delays(options: Options, word: str, check: Callable[[Options], object]) -> OwnOptions:
+def translate_delays(options: Options, delays: Delays) -> OwnOptions:
     """Return options whose nested signatures have a delay that any worker understands.
+
+    That is ``countdown``, which every Celery knows, or ``delay`` in seconds if a countdown would
+    not wait in the levels.
 
     Args:
         options: The options of a task that is about to be sent; they are not changed.
-        word: The option for the delay of a nested signature, in seconds: ``countdown``, which every
-            Celery knows, or ``delay`` if a countdown would not wait in the levels.
-        check: Called with the options of each nested signature; raises if one is refused.
+        delays: The application's delay levels.
 
     Raises:
         InvalidDelay: The delay of a nested signature is not finite.
         InvalidDelayType: It is not a length of time.
+        UnknownOption: An addition refuses an option of a nested signature.
     """
+    translate = partial(_translate, delays=delays)
     nested = {
-        name: _each(options[name], lambda part: _translate(part, word, check))
-        for name in SIGNATURE_OPTIONS
-        if options.get(name)
+        name: _each(options[name], translate) for name in SIGNATURE_OPTIONS if options.get(name)
     }
     return {**options, **nested}
 
 
-def _translate(signature: Options, word: str, check: Callable[[Options], object]) -> OwnOptions:
-    options = signature.get("options") or {}
-    options, stamps = without_stamps(options)
-    check(options)
-    options = _plain_times(translate_delays(options, word, check))
+def _translate(signature: Options, delays: Delays) -> OwnOptions:
+    options, stamps = without_stamps(signature.get("options") or {})
+    checked_added_options(options, delays)
+    options = _plain_times(translate_delays(options, delays))
     if isinstance(tolerance := options.get("tolerance"), timedelta):
         options["tolerance"] = tolerance.total_seconds()
     delay = options.pop("delay", None)
-    translated = _with_parts(signature, lambda part: _translate(part, word, check))
+    translated = _with_parts(signature, partial(_translate, delays=delays))
     translated["options"] = {**options, **stamps}
     if delay is None:
         return translated
+    word = "countdown" if delays.settings.takeover else "delay"
     return _add_delay(translated, word, milliseconds(delay) / 1000)
 
 

@@ -262,11 +262,7 @@ def checked_added_options(options: Options, delays: Delays) -> OwnOptions:
         AdditionMissing: The folder of an option's addition was deleted.
     """
     given = {name: options[name] for name in additions.options if options.get(name) is not None}
-    by_hooks: dict[str, OwnOptions] = {}
-    for name, value in given.items():
-        by_hooks.setdefault(additions.options[name].hooks, {})[name] = value
-    for hooks, own in by_hooks.items():
-        addition: Addition = delays.part(additions.load(hooks))
+    for addition, own in _by_addition(delays, given).items():
         addition.check(own)
     return given
 
@@ -285,22 +281,39 @@ def parts_of(
     Raises:
         UnknownOption: An option would have no effect, because its addition has no part.
     """
-    parts, unused = list[PartT](), dict(added)
+    parts, unused = list[PartT](), _by_addition(delays, added)
     for addition in additions_of(delays):
-        names = [
-            name
-            for name in added
-            if delays.part(additions.load(additions.options[name].hooks)) is addition
-        ]
-        part = ask(addition, {name: added[name] for name in names})
+        part = ask(addition, unused.get(addition, {}))
         if part is not None:
             parts.append(part)
-            for name in names:
-                del unused[name]
-    for name, value in unused.items():
+            unused.pop(addition, None)
+    for own in unused.values():
+        refuse_unused(own, advice)
+    return parts
+
+
+def refuse_unused(added: Options, advice: str) -> None:
+    """Refuse options of additions that would have no effect; False turns an option off.
+
+    Args:
+        added: The options.
+        advice: The advice in the error: why they have none, or how to send without them.
+
+    Raises:
+        UnknownOption: One of them is not False.
+    """
+    for name, value in added.items():
         if value is not False:
             raise UnknownOption(name, value, advice)
-    return parts
+
+
+def _by_addition(delays: Delays, added: Options) -> dict[Addition, OwnOptions]:
+    """Return the options of each addition that has any of them."""
+    options_of: dict[Addition, OwnOptions] = {}
+    for name, value in added.items():
+        addition = delays.part(additions.load(additions.options[name]))
+        options_of.setdefault(addition, {})[name] = value
+    return options_of
 
 
 def _turned_on(delays: Delays) -> Sequence[Addition]:

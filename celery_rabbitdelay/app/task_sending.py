@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, Final
@@ -21,16 +20,21 @@ from celery.app.defaults import DEFAULTS
 from kombu import Connection, Exchange, Producer, Queue
 from kombu.utils.uuid import uuid
 
-from celery_rabbitdelay.app import celery_internals, pipelines, signals
+from celery_rabbitdelay.app import canvas, celery_internals, pipelines, seams, signals
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
-from celery_rabbitdelay.app.options import Options, OwnOptions, Result
-from celery_rabbitdelay.app.seams import AddedToSend, Send, parts_of
+from celery_rabbitdelay.app.options import (
+    Options,
+    OwnOptions,
+    Result,
+    refuse_two_times,
+    without_stamps,
+)
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.exceptions import RabbitDelayError, UnknownOption
+from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, plain
+from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, plain, tolerance_milliseconds
 from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.message import Declaration, Publication
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
@@ -191,13 +195,12 @@ class DelayedTaskProducer(DelayedProducer):
     def _publish_event(self, body: object, options: Options) -> None:
         if self._delays.fake_broker is not None:
             return
-        with ExitStack() as stack:
-            if self._pipeline is None:
-                connection = self._callers_connection
-                borrowing = pipelines.borrowed_publisher(self._delays, connection)
-                publisher = stack.enter_context(borrowing)
-            else:
-                publisher = self._pipeline.borrow(self.timeout)
+        borrowing: AbstractContextManager[Publisher]
+        if self._pipeline is None:
+            borrowing = pipelines.borrowed_publisher(self._delays, self._callers_connection)
+        else:
+            borrowing = nullcontext(self._pipeline.borrow(self.timeout))
+        with borrowing as publisher:
             Producer(publisher.connection, auto_declare=False).publish(body, **options)
 
     def _destination(
@@ -249,21 +252,43 @@ class EtaProducer:
 given_producer: ContextVar[tuple[str, Any] | None] = ContextVar("given_producer", default=None)
 
 
-@dataclass
-class TaskSending(Send):
-    """One call of ``Celery.send_task``; chooses the path of its task.
+class TaskSending(seams.Send):
+    """One call of ``Celery.send_task``; checks the options, and chooses the path of its task.
+
+    Args:
+        delays: The application's delay levels.
+        name: The task's name.
+        options: The options of ``send_task``.
+        by_celery: Celery's ``send_task``, or the application's own, for a name and arguments.
 
     Attributes:
-        by_celery: Celery's ``send_task``, or the application's own, for a name and arguments.
         delay: Seconds, or a timedelta, until it may start; None with ``countdown`` or ``eta``.
         tolerance_ms: The milliseconds by which it may start late.
         stamps: The stamps that have the name of an option of this package.
     """
 
-    by_celery: Callable[..., Result]
-    delay: Delay | None
-    tolerance_ms: int
-    stamps: Options
+    def __init__(
+        self, delays: Delays, name: str, options: OwnOptions, by_celery: Callable[..., Result]
+    ) -> None:
+        former = header_names.own(celery_internals.headers_of_former(delays.app, options))
+        if header_names.own(options.get("headers") or {}):
+            options["headers"] = header_names.strip(options["headers"])
+        given, self.stamps = without_stamps(options)
+        added = seams.checked_added_options(given, delays)
+        body_delay_is_restored = given.pop(canvas.BODY_DELAY_IS_RESTORED, False)
+        if any(given.get(option) for option in canvas.SIGNATURE_OPTIONS):
+            if not body_delay_is_restored and not given.get("retries"):
+                given = canvas.restore_body_delay(given, given.get("delay"))
+            given = canvas.translate_delays(given, delays)
+        self.delay: Delay | None = given.pop("delay", None)
+        tolerance = given.pop("tolerance", 0)
+        if self.delay is not None:
+            refuse_two_times(self.delay, given.get("countdown"), given.get("eta"))
+        self.tolerance_ms = tolerance_milliseconds(tolerance)
+        for option in added:
+            given.pop(option)
+        super().__init__(delays, name, None, given, added, former, has_id=False)
+        self._by_celery = by_celery
 
     def send(self) -> Result:
         """Send the task. The first of these rules that applies decides its path.
@@ -290,15 +315,17 @@ class TaskSending(Send):
         known = celery_internals.registered_task(self.delays.app, self.name)
         self.task = self.options.get("task_type") or known
         if not self.delays.is_available(self._callers_connection):
-            self._refuse_added("the broker is not RabbitMQ")
+            why = "the broker is not RabbitMQ, so the option would do nothing"
+            seams.refuse_unused(self.added, why)
             if self.delay is not None and milliseconds(self.delay) > 0:
                 why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
                 self.delays.warn_treated_as_countdown(why)
             return self._send_by_celery()
-        parts = parts_of(self.delays, self.added, lambda each, _: each.to_send(self), NO_PART)
+        parts = seams.parts_of(self.delays, self.added, lambda each, _: each.to_send(self), NO_PART)
         is_known = bool(parts) and (has_options or self._is_continued)
         if has_delay and not self._takes_over() and not (self._is_continued and is_known):
-            self._refuse_added("the task does not wait in the levels")
+            why = "the task does not wait in the levels, so the option would do nothing"
+            seams.refuse_unused(self.added, why)
             return self._send_with_eta()
         eta = self.options.get("eta")
         due = self.delays.due(self.delay, countdown, eta, self.tolerance_ms)
@@ -311,16 +338,6 @@ class TaskSending(Send):
     def _is_continued(self) -> bool:
         """Whether the task retries, or replaces, one that an addition knows."""
         return bool(self.former) and not header_names.REGISTRY.isdisjoint(self.former)
-
-    def _refuse_added(self, why: str) -> None:
-        for name, value in self.added.items():
-            if value is not False:
-                raise UnknownOption(name, value, f"{why}, so the option would do nothing")
-
-    @property
-    def _came_from(self) -> str | None:
-        """The queue that a retry returns to; a replacement goes where its own options say."""
-        return self.former.get(header_names.QUEUE) if self.options.get("retries") else None
 
     @property
     def _callers_producer(self) -> Producer | None:
@@ -350,16 +367,17 @@ class TaskSending(Send):
             holding = EtaProducer(acquired, given.get("countdown"), given.get("eta"))
             return self._send_by_celery(holding)
 
-    def _send_into_levels(self, due: Due, parts: Sequence[AddedToSend]) -> Result:
+    def _send_into_levels(self, due: Due, parts: Sequence[seams.AddedToSend]) -> Result:
         delays, connection = self.delays, self._callers_connection
         delays.settings.check_delay(due)
         pipeline = None
         # A worker acknowledges a task as soon as its retry is sent.
         if not (self.options.get("retries") or any(part.is_alone for part in parts)):
             pipeline = pipelines.current_pipeline(delays, connection)
+        # A retry returns to its queue; a replacement goes where its own options say.
+        came_from = self.former.get(header_names.QUEUE) if self.options.get("retries") else None
         producer = DelayedTaskProducer(
-            *(delays, self.name, due, self.options),
-            *(connection, pipeline, self._came_from),
+            delays, self.name, due, self.options, connection, pipeline, came_from
         )
         headers = [part.headers(due) for part in parts]
         producer.added_headers = {name: each[name] for each in headers for name in each}
@@ -386,6 +404,6 @@ class TaskSending(Send):
         given = None if producer is None else (self.options["task_id"], producer)
         token = given_producer.set(given)
         try:
-            return self.by_celery(**options)
+            return self._by_celery(**options)
         finally:
             given_producer.reset(token)
