@@ -146,9 +146,7 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
         """Create a signature of this task, as in Celery."""
         return DelayingSignature.of(super().signature(*args, **options))
 
-    def subtask(self, *args: Any, **options: Any) -> DelayingSignature[ResultT_co]:
-        """Create a signature of this task, as in Celery."""
-        return self.signature(*args, **options)
+    subtask = signature
 
     def signature_from_request(
         self, request: Any = None, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
@@ -157,9 +155,7 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
         given, _ = without_stamps(options)
         if given.get("delay") is not None:
             options.pop("countdown", None)
-        signature: DelayingSignature[ResultT_co]
-        signature = super().signature_from_request(request, args, kwargs, *more, **options)  # type: ignore[assignment]
-        return signature
+        return super().signature_from_request(request, args, kwargs, *more, **options)  # type: ignore[return-value]
 
     subtask_from_request = signature_from_request
 
@@ -439,9 +435,8 @@ def install(app: celery.Celery) -> Celery:
         return app
     app.__class__ = celery_internals.combined_class(Celery, type(app))
     _add(app)
-    installed: Any = app
-    assert isinstance(installed, Celery)
-    return installed
+    assert isinstance(app, Celery)
+    return app
 
 
 def _add(app: celery.Celery) -> None:

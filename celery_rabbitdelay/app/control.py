@@ -92,7 +92,7 @@ def _delays_of(part: Any) -> Delays:
 def _additions(part: Any) -> Sequence[Addition]:
     """Return the additions of a part's application; none without RabbitMQ."""
     delays = _delays_of(part)
-    return additions_of(delays) if delays.available else ()
+    return delays.part(additions_of) if delays.available else ()
 
 
 def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:

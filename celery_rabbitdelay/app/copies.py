@@ -31,22 +31,15 @@ from kombu import Connection
 from kombu.utils.json import JSONEncoder
 from kombu.utils.uuid import uuid
 
-from celery_rabbitdelay.app import celery_internals, signals
+from celery_rabbitdelay.app import celery_internals, pipelines, signals
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
 from celery_rabbitdelay.app.options import Args, Kwargs, Options, Result, TaskOrName
-from celery_rabbitdelay.app.pipelines import (
-    PublishedTask,
-    TaskPipeline,
-    current_pipeline,
-    publish_task,
-)
 from celery_rabbitdelay.app.seams import NO_HEADERS, Call, additions_of
 from celery_rabbitdelay.app.task_sending import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
-from celery_rabbitdelay.levels.headers import COPY, ENVELOPE, KEY, LIFE, ORDER
 from celery_rabbitdelay.modules.envelope import Item, compressed, length_prefixed, shared_block
 from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json
 from celery_rabbitdelay.publishing.message import (
@@ -60,7 +53,7 @@ from celery_rabbitdelay.publishing.message import (
 from celery_rabbitdelay.publishing.signature import signed
 
 #: The registry's headers that differ between calls; its other headers are the same for all.
-OWN_HEADERS: Final = (COPY, LIFE, KEY, ORDER)
+OWN_HEADERS: Final = (header_names.COPY, header_names.LIFE, header_names.KEY, header_names.ORDER)
 
 #: The options that are the same for all copies. Each is a text, a number or None.
 SHARED: Final = ("queue", "exchange", "routing_key", "priority", "serializer")
@@ -292,7 +285,7 @@ class Template:
     def _envelope(self) -> SharedProperties:
         headers = {name: self._headers[name] for name in RESTORED_HEADERS if name in self._headers}
         properties = {
-            "content_type": ENVELOPE,
+            "content_type": header_names.ENVELOPE,
             "content_encoding": "binary",
             "delivery_mode": PERSISTENT,
             "priority": self._properties.get("priority", 0),
@@ -401,11 +394,11 @@ class Copies:
             template, publication, pipeline = self._copy(task, args, kwargs, options)
         except _NotACopy:
             return None
-        sent: PublishedTask = publication.context
+        sent: pipelines.PublishedTask = publication.context
         producer = template.producer
         if not template.ignores_result:
             app.backend.on_task_call(producer, sent.task_id)
-        publish_task(delays, publication, producer.policy, producer.declares, pipeline)
+        pipelines.publish_task(delays, publication, producer.policy, producer.declares, pipeline)
         if pipeline is None:
             signals.send(signals.delayed, app, sent.task_id, sent.due_ms)
         make = app.AsyncResult if isinstance(task, str) else task.AsyncResult
@@ -415,7 +408,7 @@ class Copies:
 
     def _copy(
         self, task: TaskOrName, args: Args, kwargs: Kwargs, options: Options
-    ) -> tuple[Template, Publication, TaskPipeline | None]:
+    ) -> tuple[Template, Publication, pipelines.TaskPipeline | None]:
         """Return the template of a call, its message, and the block that confirms it."""
         delays, is_member = self._delays, "group_index" in options
         delay, countdown, eta = options.get("delay"), options.get("countdown"), options.get("eta")
@@ -440,7 +433,7 @@ class Copies:
             of_group = {name: options[name] for name in OF_GROUP if name in options}
             own = {"group_index": options["group_index"]}
             connection = options["producer"].connection
-        pipeline = current_pipeline(delays, connection)
+        pipeline = pipelines.current_pipeline(delays, connection)
         if is_member and pipeline is None:
             raise _NotACopy
         celery_internals.check_arguments(task, args, kwargs)
@@ -462,7 +455,7 @@ class Copies:
             raise
         except Exception as error:  # so that Celery raises its own error
             raise _NotACopy from error
-        publication.context = PublishedTask(
+        publication.context = pipelines.PublishedTask(
             template.producer.name, task_id, due.at_ms, template.label
         )
         return template, publication, pipeline
@@ -562,7 +555,7 @@ class Copies:
         functions.append(getattr(amqp.create_task_message, "__func__", None))
         return (
             getattr(task, "rabbitdelay", True)
-            and not any(each.affects(task) for each in additions_of(delays))
+            and not any(each.affects(task) for each in delays.part(additions_of))
             and not _is_publishing_watched(app)
             and not conf.task_always_eager
             and conf.task_protocol == 2

@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 def _beat_starts(sender: Service, **_: object) -> None:
     delays = getattr(sender.app, "rabbitdelay", None)
     if isinstance(delays, Delays):
-        for each in additions_of(delays):
+        for each in delays.part(additions_of):
             each.beat_starts(sender)
 
 

@@ -240,11 +240,6 @@ class Addition:
         """Change the service of ``celery beat`` before it runs."""
 
 
-def additions_of(delays: Delays) -> Sequence[Addition]:
-    """Return the additions that an application has turned on."""
-    return delays.part(_turned_on)
-
-
 def checked_added_options(options: Options, delays: Delays) -> OwnOptions:
     """Return the options of additions among a send's options; the additions check them.
 
@@ -282,7 +277,7 @@ def parts_of(
         UnknownOption: An option would have no effect, because its addition has no part.
     """
     parts, unused = list[PartT](), _by_addition(delays, added)
-    for addition in additions_of(delays):
+    for addition in delays.part(additions_of):
         part = ask(addition, unused.get(addition, {}))
         if part is not None:
             parts.append(part)
@@ -316,7 +311,8 @@ def _by_addition(delays: Delays, added: Options) -> dict[Addition, OwnOptions]:
     return options_of
 
 
-def _turned_on(delays: Delays) -> Sequence[Addition]:
+def additions_of(delays: Delays) -> Sequence[Addition]:
+    """Return the additions that an application has turned on; :meth:`.Delays.part` caches them."""
     return [
         delays.part(additions.load(each.hooks))
         for each in filter(additions.exists, additions.entries)

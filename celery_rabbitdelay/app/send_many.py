@@ -20,7 +20,7 @@ from kombu import Connection
 from kombu.exceptions import EncodeError, OperationalError
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app import additions, copies, instruments
+from celery_rabbitdelay.app import additions, copies, instruments, seams
 from celery_rabbitdelay.app.celery_internals import check_arguments
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import Instrument
@@ -41,14 +41,6 @@ from celery_rabbitdelay.app.rows import (
     WrittenRows,
     one_by_one,
     row_of,
-)
-from celery_rabbitdelay.app.seams import (
-    NO_HEADERS,
-    AddedToRows,
-    Addition,
-    Call,
-    checked_added_options,
-    parts_of,
 )
 from celery_rabbitdelay.levels.delay import Delay
 from celery_rabbitdelay.levels.headers import KEY
@@ -72,7 +64,7 @@ NO_PART_IN_ROWS: Final = (
 GivenT = TypeVar("GivenT")
 
 #: A checked element of the caller's iterable: one call, or many written rows.
-Work: TypeAlias = "Call | WrittenRows"
+Work: TypeAlias = "seams.Call | WrittenRows"
 
 
 class Sending:
@@ -202,10 +194,11 @@ class RowSender(Sending):
         own, stamps = without_stamps(options)
         known = delays.app.tasks.get(task) if isinstance(task, str) else task
 
-        def ask(addition: Addition, options: OwnOptions) -> AddedToRows | None:
+        def ask(addition: seams.Addition, options: OwnOptions) -> seams.AddedToRows | None:
             return addition.to_rows(self._name, known, options, self.fail)
 
-        self._added = parts_of(delays, checked_added_options(own, delays), ask, NO_PART_IN_ROWS)
+        added = seams.checked_added_options(own, delays)
+        self._added = seams.parts_of(delays, added, ask, NO_PART_IN_ROWS)
         self._options = {
             name: each for name, each in own.items() if name not in additions.options
         } | stamps
@@ -233,7 +226,7 @@ class RowSender(Sending):
         for each in self._added:
             work = each.with_headers(work)
         for number, given in work:
-            first = given if isinstance(given, Call) else next(given.read())[0]
+            first = given if isinstance(given, seams.Call) else next(given.read())[0]
             headers = chain.from_iterable(each.shared_headers.items() for each in self._added)
             try:
                 self._template = self._delays.part(copies.Copies).of_rows(
@@ -282,7 +275,7 @@ class RowSender(Sending):
             else:
                 yield number, work
 
-    def _call(self, given: Row | Mapping[str, object]) -> Call:
+    def _call(self, given: Row | Mapping[str, object]) -> seams.Call:
         row = given if isinstance(given, Row) else row_of(given)
         due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
         args, kwargs = row.args or (), row.kwargs or {}
@@ -299,22 +292,22 @@ class RowSender(Sending):
             raise exceptions.InvalidRow(row, takes)
         check_arguments(self._task, args, kwargs)
         if row.key is not None:
-            checked_added_options({"key": row.key}, self._delays)
-        headers = NO_HEADERS if row.key is None else {KEY: row.key}
+            seams.checked_added_options({"key": row.key}, self._delays)
+        headers = seams.NO_HEADERS if row.key is None else {KEY: row.key}
         has_id = given_id is not None
-        return Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
+        return seams.Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
 
     def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
         """Yield the calls in groups; a call that shares no envelope is a group without items."""
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
         grouper = Grouper(layout, self._template.item, max_bytes=max_bytes)
         for number, given in work:
-            if isinstance(given, Call):
+            if isinstance(given, seams.Call):
                 yield from self._add(grouper, number, given)
             elif (group := self._ready_group(number, given)) is not None:
                 yield group
             else:
-                calls: Iterator[tuple[int, Call]] = enumerate(
+                calls: Iterator[tuple[int, seams.Call]] = enumerate(
                     (call for call, _ in given.read()), number
                 )
                 for addition in self._added:
@@ -341,7 +334,7 @@ class RowSender(Sending):
         numbers = list(range(number, number + written.count))
         return Group(first.due, first, bytearray(written.items), numbers)
 
-    def _add(self, grouper: Grouper, number: int, call: Call) -> Sequence[Group]:
+    def _add(self, grouper: Grouper, number: int, call: seams.Call) -> Sequence[Group]:
         """Put a call into a group; return the groups that are ready."""
         if not self._envelopes:
             return [Group(call.due, call, rows=[number])]

@@ -12,15 +12,10 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeGuard, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import additions
-from celery_rabbitdelay.exceptions import (
-    AdditionMissing,
-    InvalidLayout,
-    InvalidSetting,
-    InvalidSigningKey,
-)
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
 from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
 from celery_rabbitdelay.levels.shown_url import HIDDEN
@@ -106,7 +101,7 @@ class SettingsGroup:
         """
         kind = setting_types(cls)[key.removeprefix(PREFIX)]
         if not kind.accepts(value):
-            raise InvalidSetting(key, kind.shown(value), f"takes {kind.takes}")
+            raise exceptions.InvalidSetting(key, kind.shown(value), f"takes {kind.takes}")
         return value
 
     def check_beside(self, groups: Groups) -> None:
@@ -198,7 +193,7 @@ def _is_tick(value: object) -> bool:
 def _is_signing_key(value: Any) -> bool:
     try:
         SigningKeys(value)
-    except (InvalidSigningKey, TypeError):
+    except (exceptions.InvalidSigningKey, TypeError):
         return False
     return True
 
@@ -335,27 +330,12 @@ class Settings(SettingsGroup):
     #: application declares with a bound and ``reject-publish`` need not be named.
     may_refuse: Annotated[Sequence[str], _NAMES] = ()
 
-    @classmethod
-    def of(cls, configuration: Mapping[str, object], namespace: str | None = None) -> Self:
-        """Read and check our keys in a Celery configuration; return the kernel's own settings.
-
-        Args:
-            configuration: ``app.conf``, or any mapping.
-            namespace: ``app.namespace``: the prefix of Celery's keys in Django's settings.
-
-        Raises:
-            InvalidSetting: As :func:`.read_settings`.
-        """
-        own = read_settings(configuration, namespace)[cls]
-        assert isinstance(own, cls)
-        return own
-
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
             self.topology  # noqa: B018 - built here so that a wrong layout fails at the start
-        except (InvalidLayout, TypeError, ValueError) as wrong:
-            raise InvalidSetting(
+        except (exceptions.InvalidLayout, TypeError, ValueError) as wrong:
+            raise exceptions.InvalidSetting(
                 f"{PREFIX}layout", self.layout, f"{wrong} (rabbitdelay_tick = {self.tick!r})"
             ) from wrong
 
@@ -429,10 +409,10 @@ def read_settings(configuration: Mapping[str, object], namespace: str | None = N
     for group, own in by_group.items():
         try:
             groups[group] = group(**{name: configuration[key] for name, key in own.items()})
-        except InvalidSetting as wrong:
+        except exceptions.InvalidSetting as wrong:
             # The key as the user wrote it, such as CELERY_RABBITDELAY_TICK in Django's settings.
             key = keys.get(wrong.key.removeprefix(PREFIX), wrong.key)
-            raise InvalidSetting(key, wrong.value, wrong.takes) from wrong.__cause__
+            raise exceptions.InvalidSetting(key, wrong.value, wrong.takes) from wrong.__cause__
     for each in groups.values():
         each.check_beside(groups)
     return groups
@@ -444,8 +424,8 @@ def _group(name: str, key: str) -> type[SettingsGroup]:
         return Settings
     try:
         group: type[SettingsGroup] = additions.load(additions.settings[name])
-    except AdditionMissing as missing:
-        raise InvalidSetting(key, HIDDEN, str(missing)) from missing
+    except exceptions.AdditionMissing as missing:
+        raise exceptions.InvalidSetting(key, HIDDEN, str(missing)) from missing
     return group
 
 
@@ -470,13 +450,13 @@ def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[st
             meant = f"the settings are {', '.join(PREFIX + each for each in known)}"
             if close:
                 meant = f"did you mean {_key_of(close[0], namespace)}?"
-            raise InvalidSetting(key, HIDDEN, f"no such setting; {meant}")
+            raise exceptions.InvalidSetting(key, HIDDEN, f"no such setting; {meant}")
     for name in known:
         if name in unread and name not in read:
             key = unread[name]
             kind = setting_types(_group(name, key))[name]
             reason = f"Celery does not read this key; write {_key_of(name, namespace)}"
-            raise InvalidSetting(key, kind.shown(configuration[key]), reason)
+            raise exceptions.InvalidSetting(key, kind.shown(configuration[key]), reason)
     return read
 
 

@@ -212,5 +212,5 @@ def why_not_ready(worker: Worker) -> str:
     """Return why a worker cannot take or send tasks, or ask the registry; empty if it can."""
     delays = worker.app.rabbitdelay
     reason = why_not_consuming(worker) or (BLOCKED if delays.is_blocked() else "")
-    asked = additions_of(delays) if delays.available else ()
+    asked = delays.part(additions_of) if delays.available else ()
     return reason or next(filter(None, (each.why_not_ready() for each in asked)), "")

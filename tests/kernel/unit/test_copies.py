@@ -27,7 +27,7 @@ from kombu.serialization import register
 
 import celery_rabbitdelay
 from celery_rabbitdelay import Celery, InvalidEnvelope
-from celery_rabbitdelay.app import copies
+from celery_rabbitdelay.app import copies, pipelines
 from celery_rabbitdelay.app.copies import CapturingProducer, Copies, Template, capture
 from celery_rabbitdelay.app.seams import Call
 from celery_rabbitdelay.app.task_sending import TaskSending
@@ -290,8 +290,8 @@ class Sends:
             return mock.Mock() if connection is not None else None
 
         real = TaskSending.send
-        monkeypatch.setattr(copies, "current_pipeline", pipeline)
-        monkeypatch.setattr(copies, "publish_task", publish)
+        monkeypatch.setattr(pipelines, "current_pipeline", pipeline)
+        monkeypatch.setattr(pipelines, "publish_task", publish)
         monkeypatch.setattr(TaskSending, "send", send)
         monkeypatch.setattr(Celery, "producer_or_acquire", acquire)
 

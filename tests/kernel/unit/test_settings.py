@@ -6,7 +6,7 @@ import celery
 import pytest
 
 from celery_rabbitdelay.app import additions
-from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.app.settings import Settings, read_settings
 from celery_rabbitdelay.exceptions import AdditionMissing, InvalidSetting
 from celery_rabbitdelay.kombu import clock
 from celery_rabbitdelay.worker.bootsteps import service_maker
@@ -24,7 +24,7 @@ from celery_rabbitdelay.worker.bootsteps import service_maker
     ],
 )
 def test_every_kind_of_layout_can_be_set(layout: Any, levels: int) -> None:
-    settings = Settings.of({"rabbitdelay_layout": layout, "rabbitdelay_tick": 0.1})
+    settings: Any = read_settings({"rabbitdelay_layout": layout, "rabbitdelay_tick": 0.1})[Settings]
     assert len(settings.topology.layout.levels) == levels
 
 
@@ -49,17 +49,17 @@ WRONG: dict[str, list[Any]] = {
 )
 def test_a_wrong_value_is_an_error_with_key_value_and_what_it_takes(key: str, value: Any) -> None:
     with pytest.raises(InvalidSetting) as caught:
-        Settings.of({f"rabbitdelay_{key}": value})
+        read_settings({f"rabbitdelay_{key}": value})
     text = str(caught.value)
     assert f"rabbitdelay_{key}" in text
     assert repr(value) in text
     assert len(text) > len(f"rabbitdelay_{key} = {value!r}: ") + 10
 
 
-def of_an_application(source: dict[str, Any], namespace: str | None) -> Settings:
+def of_an_application(source: dict[str, Any], namespace: str | None) -> Any:
     app: Any = celery.Celery("shop", broker="amqp://", set_as_current=False)
     app.config_from_object(source, namespace=namespace)
-    return Settings.of(app.conf, app.namespace)
+    return read_settings(app.conf, app.namespace)[Settings]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_is_set_on_the_configuration_itself_counts() -> None:
     app.conf.rabbitdelay_tick = 1
     # Beside the right key, one in capitals is a variable of the user's own.
     app.config_from_object({"RABBITDELAY_PREFIX": "other"})
-    settings = Settings.of(app.conf)
+    settings: Any = read_settings(app.conf)[Settings]
     assert (settings.prefix, settings.tick) == ("one", 1)
 
 

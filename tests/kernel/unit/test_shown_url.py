@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.app.settings import read_settings
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels import shown_url
 from tests.told import told
@@ -95,7 +95,7 @@ def test_in_a_text_each_url_loses_its_password(text: str, shown: str) -> None:
 
 def test_a_setting_that_is_refused_is_told_without_a_password() -> None:
     with pytest.raises(InvalidSetting) as refused:
-        Settings.of({"rabbitdelay_registry_uri": f"redis://:{PLANTED}@host"})
+        read_settings({"rabbitdelay_registry_uri": f"redis://:{PLANTED}@host"})
     # Lines of source code, which a traceback has, are this file's own.
     lines = told(refused.value).splitlines()
     assert PLANTED not in "".join(line for line in lines if "PLANTED" not in line)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.app.settings import Settings, read_settings
 from celery_rabbitdelay.exceptions import InvalidSetting, InvalidSigningKey, UnprocessableMessage
 from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.levels import headers as header_names
@@ -120,7 +120,7 @@ def test_a_key_shows_nowhere() -> None:
     settings = Settings(signing_key=[KEY, OTHER])
     shown = [repr(settings), str(settings), repr(settings.signing_keys)]
     with pytest.raises(InvalidSetting) as caught:
-        Settings.of({"rabbitdelay_signing_keys": KEY})
+        read_settings({"rabbitdelay_signing_keys": KEY})
     shown.append(f"{caught.value!s}{caught.value!r}")
     assert not [text for text in shown if KEY in text or OTHER in text]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.app.settings import read_settings
 from celery_rabbitdelay.exceptions import InvalidOption, InvalidSetting, NotRecorded
 from celery_rabbitdelay.registry.application import RegistrySettings
 from celery_rabbitdelay.spark.options import ApplicationOptions
@@ -19,21 +19,21 @@ PLANTED = "opensesame"
 @pytest.mark.parametrize("value", [True, 65_536, ":9808", "127.0.0.1", "127.0.0.1:0"])
 def test_a_port_that_metrics_do_not_take_is_an_error(value: Any) -> None:
     with pytest.raises(InvalidSetting, match="rabbitdelay_metrics_port") as caught:
-        Settings.of({"rabbitdelay_metrics_port": value})
+        read_settings({"rabbitdelay_metrics_port": value})
     assert repr(value) in str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["users", [], True])
 def test_what_the_page_does_not_take_is_an_error(value: Any) -> None:
     with pytest.raises(InvalidSetting, match="rabbitdelay_web") as caught:
-        Settings.of({"rabbitdelay_web": value})
+        read_settings({"rabbitdelay_web": value})
     assert repr(value) in str(caught.value)
 
 
 #: What refuses each of these, whatever they hold.
 REFUSED: list[tuple[Callable[[Any], Any], type[Exception], Any]] = [
     *(
-        (Settings.of, InvalidSetting, {f"rabbitdelay_{name}": value})
+        (read_settings, InvalidSetting, {f"rabbitdelay_{name}": value})
         for name, value in [
             ("registry_url", f"redis:/:{PLANTED}@host"),
             ("registry_url", f"redis://:{PLANTED}@host".encode()),
