@@ -18,7 +18,7 @@ from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.web.search import Search
-from celery_rabbitdelay.web.site import Does, Verb, Work, in_batches, log_action
+from celery_rabbitdelay.web.site import Verb, Work, in_batches, log_action
 from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 from celery_rabbitdelay.web.waiting import rows
 
@@ -128,7 +128,8 @@ def decide_all(request: ViewRequest) -> dict[str, object]:
         batches = _decide_each(delays, found, until)
     about = f"tasks that match {search.query}" if search.query.terms else "all tracked tasks"
     about += f" (at least {count:,})" if may_be_more else ""
-    return begin(request, ACTIONS[action], about, count, in_batches(batches), _back(request))
+    work = Work(request.user, ACTIONS[action], about, count, _back(request))
+    return seen(request.site.works.begin(work, in_batches(batches)))
 
 
 def _decide_each(
@@ -142,13 +143,6 @@ def _decide_each(
             yield int(delays.postpone(each.task_id, eta=eta, also_future=False) is Outcome.DONE)
 
 
-def begin(
-    request: ViewRequest, verb: Verb, about: str, total: int, does: Does, back: str
-) -> dict[str, object]:
-    """Begin a long action; see :meth:`.Works.begin`."""
-    return _seen(request.site.works.begin(request.user, verb, about, total, does, back))
-
-
 def work(request: ViewRequest) -> dict[str, object]:
     """Return the progress of one long action or, without a key, of all."""
     works = [_work(request)] if "key" in request.fields else request.site.works.all()
@@ -160,10 +154,11 @@ def stop(request: ViewRequest) -> dict[str, object]:
     found = _work(request)
     found.stopping.set()
     log_action(request.user, "stopped", 1, found.about)
-    return _seen(found)
+    return seen(found)
 
 
-def _seen(work: Work) -> dict[str, object]:
+def seen(work: Work) -> dict[str, object]:
+    """Return a long action, and the page that shows its progress."""
     return {"work": work.shown(), "see": f"work?key={work.key}"}
 
 

@@ -258,15 +258,12 @@ class Works:
         self._works: dict[str, Work] = {}
         self._lock = Lock()
 
-    def begin(
-        self, user: User, verb: Verb, about: str, total: int, does: Does, back: str = ""
-    ) -> Work:
+    def begin(self, work: Work, does: Does) -> Work:
         """Begin a long action.
 
         Raises:
             HTTPException: Too many actions are running.
         """
-        work = Work(user, verb, about, total, back)
         with self._lock:
             ended = [key for key, each in self._works.items() if each.state != "running"]
             if len(self._works) - len(ended) >= MOST_AT_ONCE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from typing import Final, NamedTuple
@@ -64,13 +64,12 @@ def story(request: ViewRequest) -> dict[str, object]:
         once_due = state_of(found.due, found.due + 2 * ON_ITS_WAY, **holds)
     why = reasons(request, found, backlog)
     following = HERE.get(once_due, ("", ""))[1] if state != "overdue" or not why else why[0].ahead
-    args, kwargs = (
-        site.options.shown(found.task or "", text) for text in (found.args, found.kwargs)
-    )
-    known = asdict(replace(found, args=args, kwargs=kwargs))
+    known = {**asdict(found), "arguments_shown": site.options.shows_arguments}
+    for name in ("args", "kwargs"):
+        known[name] = site.options.shown(found.task or "", known[name])
     return {
         **about,
-        "task": {**known, "arguments_shown": site.options.shows_arguments},
+        "task": known,
         "state": state,
         "why_not_run": why,
         "history": list(_history(found, first_due, state, following)),

@@ -20,7 +20,7 @@ from celery_rabbitdelay.operations import undeliverable as read
 from celery_rabbitdelay.operations.mover import Place
 from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport, UndeliverableFilter
 from celery_rabbitdelay.web.charts import DAY
-from celery_rabbitdelay.web.deciding import begin
+from celery_rabbitdelay.web.deciding import seen
 from celery_rabbitdelay.web.site import Glance, Site, Verb, Work
 from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
@@ -196,7 +196,8 @@ def decide(request: ViewRequest) -> dict[str, object]:
     chosen = " ".join(f"{name}={value!r}" for name, value in filters if value)
     about = f"undeliverable messages with {chosen}" if chosen else "all undeliverable messages"
     address = request.fields.address(**dict.fromkeys(("token", "action", "count", "to", "delay")))
-    return begin(request, ACTIONS[action], about, count, does, f"undeliverable?{address}")
+    work = Work(request.user, ACTIONS[action], about, count, f"undeliverable?{address}")
+    return seen(request.site.works.begin(work, does))
 
 
 def _remove(request: ViewRequest, action: str, matches: Matches, **options: Any) -> RemovalReport:

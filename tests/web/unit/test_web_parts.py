@@ -111,9 +111,12 @@ def test_only_so_much_work_goes_on_at_a_time_and_it_stops_between_batches(
         yield 2
         raise OperationalError("redis://:secret@host is away")
 
-    going = [works.begin(ADA, CANCEL, "x", 7, in_batches(batches())) for _ in range(MOST_AT_ONCE)]
+    def begin(found: Iterator[int], about: str = "x") -> Work:
+        return works.begin(Work(ADA, CANCEL, about, 5), in_batches(found))
+
+    going = [begin(batches()) for _ in range(MOST_AT_ONCE)]
     with pytest.raises(HTTPException, match="actions are running"):
-        works.begin(ADA, CANCEL, "x", 1, in_batches(iter([1])))
+        begin(iter([1]))
     for each in going:
         assert each.shown()["what"] == "cancelling"
         each.stopping.set()
@@ -122,10 +125,10 @@ def test_only_so_much_work_goes_on_at_a_time_and_it_stops_between_batches(
         until_ended(each)
         assert (each.state, each.error, each.done in (1, 3)) == ("stopped", None, True)
     caplog.set_level(logging.INFO, "celery_rabbitdelay.web")
-    failed = until_ended(works.begin(ADA, CANCEL, "all", 5, in_batches(failing())))
+    failed = until_ended(begin(failing(), "all"))
     assert failed.shown()["what"] == "cancelled"
     assert (failed.done, failed.state, failed.error) == (2, "failed", "redis://:**@host is away")
     assert caplog.messages == ["rabbitdelay web: 'ada' has cancelled all (failed, of 5): 2"]
     for _ in range(10):
-        until_ended(works.begin(ADA, CANCEL, "x", 1, in_batches(iter([1]))))
+        until_ended(begin(iter([1])))
     assert len(works.all()) <= 6
