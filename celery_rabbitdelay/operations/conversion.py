@@ -89,42 +89,40 @@ class Migration:
             Stay: Its routing key belongs to another layout, or only a later version can read it.
         """
         modules, given = self.source.module_queues, headers_of(message)
-        info = message.delivery_info or {}
+        info, kept = message.delivery_info or {}, WaitingMessage.unopened(message)
         key = info["routing_key"]
         if queue == modules.undeliverable.name:
             # The reason is kept, because the broker's headers, which show it, are removed.
-            reason = examine(given, self.source, key).reason
-            kept = WaitingMessage.unopened(message).saying(reason=reason)
+            kept = kept.saying(reason=examine(given, self.source, key).reason)
             return Outgoing(self.target.module_queues.undeliverable.exchange.name, key, kept)
         why = header_names.later_version(given, message.properties.get("content_type"))
         if why is not None:
             raise Stay(why)
         if queue == modules.checkin.name and info["exchange"] != modules.meditated.name:
-            kept = WaitingMessage.unopened(message)
             return Outgoing(self.target.module_queues.checkin.exchange.name, key, kept)
         if queue in (modules.checkin.name, modules.meditation.name):
-            return self._waiting(message, key, until_ms)
+            return self._waiting(kept, key, until_ms)
         if message.properties.get("type") == PROBE_TYPE:
             # A probe is not a task: the target's queue of probes takes it.
-            return Outgoing("", self.target.probe.name, WaitingMessage.unopened(message))
+            return Outgoing("", self.target.probe.name, kept)
         if self.source.keys.digits(key) is None:
             raise Stay("its routing key belongs to another layout: see the --from options")
-        word, named = key.split(".")[-1], WaitingMessage.unopened(message).headers.queue
+        word, named = key.split(".")[-1], kept.headers.queue
         if word == routing_key.encode_destination(routing_key.DISTRIBUTION):
-            return self._waiting(message, routing_key.DISTRIBUTION, until_ms)
+            return self._waiting(kept, routing_key.DISTRIBUTION, until_ms)
         name = routing_key.decode_destination(word) or named
         if name is None or routing_key.encode_destination(name) != word:
             raise exceptions.UnprocessableMessage(
                 f"its queue is unknown: the header {header_names.QUEUE} ({shortened(named)}) does "
                 "not match the hash in its routing key"
             )
-        return self._waiting(message, name, until_ms)
+        return self._waiting(kept, name, until_ms)
 
-    def _waiting(self, message: amqp.Message, destination: str, until_ms: int | None) -> Outgoing:
-        given = headers_of(message)
+    def _waiting(self, kept: WaitingMessage, destination: str, until_ms: int | None) -> Outgoing:
+        given = kept.headers.others
         refuse_unreadable(given)
         # With an expiration, the message could leave the levels before it is due.
-        waiting = WaitingMessage.unopened(message).having(expiration=None)
+        waiting = kept.having(expiration=None)
         due_ms = waiting.headers.due_ms
         if due_ms is None:
             raise exceptions.UnprocessableMessage(

@@ -45,6 +45,14 @@ class Pace(NamedTuple):
     dry_run: bool
 
 
+rate_option: Final = click.option(
+    "--rate",
+    type=shared.POSITIVE,
+    default=inf,
+    metavar="NUMBER",
+    help="Move at most this many messages a second.",
+)
+
 _move_options: Final = shared.as_one(
     "pace",
     Pace,
@@ -55,12 +63,7 @@ _move_options: Final = shared.as_one(
         show_default=True,
         help="Seconds for an answer of a broker, and for the target to come back.",
     ),
-    click.option(
-        "--rate",
-        type=shared.POSITIVE,
-        default=inf,
-        help="Move at most this many messages a second.",
-    ),
+    rate_option,
     click.option("--dry-run", is_flag=True, help="Count the messages, and move none."),
 )
 

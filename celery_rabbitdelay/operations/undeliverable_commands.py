@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import partial
-from math import inf
 from typing import Final
 
 import click
@@ -13,6 +12,7 @@ import click
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.operations import undeliverable as read
+from celery_rabbitdelay.operations.move_commands import rate_option
 from celery_rabbitdelay.operations.mover import Place
 from celery_rabbitdelay.operations.redriving import MAX_ATTEMPTS
 
@@ -182,13 +182,7 @@ def purge(wanted: read.UndeliverableFilter, limit: int | None, dry_run: bool, ye
     help="Also redrive messages without a valid signature, and sign them.",
 )
 @_limit_option
-@click.option(
-    "--rate",
-    type=shared.POSITIVE,
-    default=inf,
-    metavar="NUMBER",
-    help="Redrive at most this many messages a second.",
-)
+@rate_option
 @click.option("--dry-run", is_flag=True, help="Count the messages, and move none.")
 def redrive(
     wanted: read.UndeliverableFilter,
