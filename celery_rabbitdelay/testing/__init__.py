@@ -37,10 +37,8 @@ __all__ = [
 
 #: Names are imported on first use: a test run that does not use them does not wait for Celery.
 _ROOMS: Final = {
-    **dict.fromkeys(("DidNotSettle", "Travel"), "travel"),
-    **dict.fromkeys(("Recording", "recorded"), "recording"),
-    "Sent": "sent",
-    "Worker": "session",
+    **dict.fromkeys(("DidNotSettle", "Travel", "Worker"), "session"),
+    **dict.fromkeys(("Recording", "Sent", "recorded"), "recording"),
 }
 
 

@@ -206,7 +206,6 @@ class Recording:
             if until_ms is not None:
                 self._stand_at(until_ms)
                 self._run_until(until_ms, ran)
-            self._stand_at(until_ms or 0)
         finally:
             self.clock.go_on()
         return ran

@@ -30,9 +30,6 @@ from celery_rabbitdelay.testing.travel import FORGET, TIMEOUT, DidNotSettle, Tra
 #: In Celery, environment variables with these prefixes take precedence over the configuration.
 _PREFERRED: Final = ("CELERY_BROKER_", "CELERY_RESULT_BACKEND")
 
-#: Seconds that a worker may take to start.
-START_TIMEOUT: Final = 120.0
-
 #: Seconds that leftover tasks of a test may run before the worker is killed.
 LEFT_TIMEOUT: Final = 10.0
 
@@ -79,7 +76,7 @@ class Worker(Process):
             command += [*OPTIONS, f"--hostname={self.folder.name}@%h", *self._options]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             self._process = self._begin(command, env=environment)
-        wait_for(self._takes_tasks, "a worker that takes tasks", START_TIMEOUT)
+        wait_for(self._takes_tasks, "a worker that takes tasks", servers.START_TIMEOUT)
 
     def kill(self) -> None:
         """Kill the worker and its pool without warning (SIGKILL)."""
@@ -153,10 +150,7 @@ class Session:
             for name in [name for name in os.environ if name.startswith(_PREFERRED)]:
                 exits.callback(os.environ.__setitem__, name, os.environ.pop(name))
             exits.callback(self._give_back, dict(app.conf.changes or {}))
-            app.conf.update(settings)
-            worker_module.confirm_all(app)
-            # app.rabbitdelay may have been used already, on other servers.
-            app.rabbitdelay.reset()
+            worker_module.move(app, settings)
             exits.callback(self._forget)
             self._exits = exits.pop_all()
 
@@ -194,7 +188,7 @@ class Session:
             self._exits.enter_context(
                 start_worker(self.app, perform_ping_check=False, shutdown_timeout=STOP_TIMEOUT)
             )
-        wait_for(consumed.exists, "a worker that takes tasks", START_TIMEOUT)
+        wait_for(consumed.exists, "a worker that takes tasks", servers.START_TIMEOUT)
 
     def travel(self, timeout: float = TIMEOUT) -> Travel:
         """Return a traveller.

@@ -44,7 +44,7 @@ from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE_TYPE,
 from celery_rabbitdelay.modules.forwarding import encoded
 from celery_rabbitdelay.operations.conversion import Migration
 from celery_rabbitdelay.operations.mover import Stay
-from celery_rabbitdelay.operations.source import LOST, Source
+from celery_rabbitdelay.operations.source import ANSWER_TIMEOUT, LOST, Source
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.message import Publication, body_of, headers_of
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -53,9 +53,6 @@ from celery_rabbitdelay.testing.worker import ANSWERS, LOOK, NUMBER, WORKER, Sha
 
 #: Seconds for all tasks that run at one instant of a travel.
 TIMEOUT: Final = 60.0
-
-#: Seconds in which the broker has to answer.
-ANSWER_TIMEOUT: Final = 30.0
 
 #: The ``type`` of marker messages: a test that receives one has received all earlier messages.
 MARK: Final = "rabbitdelay-mark"

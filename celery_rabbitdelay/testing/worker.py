@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -235,10 +235,20 @@ class Rest(RabbitMQStep):
         return [each for each in services if isinstance(each, ModuleService)]
 
 
-def confirm_all(app: Celery) -> None:
-    """Turn on confirms for sends without a delay: they reach the broker before their task ends."""
+def move(app: Celery, settings: Mapping[str, object]) -> None:
+    """Move an application to the servers of a test.
+
+    Sends without a delay are confirmed as well: they reach the broker before their task ends.
+
+    Args:
+        app: The application.
+        settings: The settings that name the servers.
+    """
+    app.conf.update(settings)
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {**options, "confirm_publish": True}
+    # app.rabbitdelay may have been used already, on other servers.
+    app.rabbitdelay.reset()
 
 
 @contextmanager
@@ -288,10 +298,7 @@ def main() -> None:
     """Run a worker."""
     folder, name, *options = sys.argv[1:]
     app = symbol_by_name(name)
-    app.conf.update(json.loads(Path(folder, SETTINGS).read_text()))
-    # The application's module may have used app.rabbitdelay already.
-    app.rabbitdelay.reset()
-    confirm_all(app)
+    move(app, json.loads(Path(folder, SETTINGS).read_text()))
     with SharedClock(Path(folder)).installed(), taking_part(app, Path(folder)):
         app.worker_main(["worker", *options])
 
