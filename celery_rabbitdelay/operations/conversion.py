@@ -37,12 +37,7 @@ from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.operations.mover import Place, Stay
 from celery_rabbitdelay.operations.reasons import examine
 from celery_rabbitdelay.publishing import declaration
-from celery_rabbitdelay.publishing.destination import (
-    Destination,
-    bindings_of,
-    resolve,
-    topic_matches,
-)
+from celery_rabbitdelay.publishing import destination as destinations
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import DelayedProducer
@@ -301,7 +296,7 @@ def routed(
     return Outgoing(*address(), delayed.message, address)
 
 
-def _destination(queues: Sequence[Queue], routing_key: str) -> Destination:
+def _destination(queues: Sequence[Queue], routing_key: str) -> destinations.Destination:
     """Return a task's destination, by the bindings of the last exchange of Celery's chain.
 
     The patterns of these bindings begin with ``#``: see
@@ -310,16 +305,18 @@ def _destination(queues: Sequence[Queue], routing_key: str) -> Destination:
     bound = [
         (exchange.name, key)
         for queue in queues
-        for exchange, key in bindings_of(queue)
+        for exchange, key in destinations.bindings_of(queue)
         if exchange.name and exchange.type != "direct"
     ]
     words = routing_key.split(".")
     exact = {exchange for exchange, key in bound if key == routing_key}
     found = exact or {
-        exchange for exchange, key in bound if topic_matches(["#", *key.split(".")], words)
+        exchange
+        for exchange, key in bound
+        if destinations.topic_matches(["#", *key.split(".")], words)
     }
     if len(found) != 1:
         which = "queues of several exchanges are" if found else "no queue of the application is"
         raise Stay(f"{which} bound with the routing key {shortened(routing_key)}")
     (exchange,) = found
-    return resolve(exchange, routing_key, queues)
+    return destinations.resolve(exchange, routing_key, queues)

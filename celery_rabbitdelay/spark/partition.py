@@ -25,14 +25,10 @@ from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users k
 from pyspark.sql.datasource import WriterCommitMessage
 from pyspark.sql.pandas.types import to_arrow_schema
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.rows import Report, Row, WrittenRows
-from celery_rabbitdelay.exceptions import (
-    InvalidOption,
-    InvalidRow,
-    MessageRefused,
-    RowsNotConfirmed,
-)
+from celery_rabbitdelay.exceptions import InvalidOption, InvalidRow
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.spark.application import MADE_FROM_URL, CeleryTask, find_task
 from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds, seconds, shown
@@ -58,7 +54,7 @@ RESERVED_FOR: Final = 0.25
 Given: TypeAlias = "Row | WrittenRows"
 
 #: Errors of a single row: the other rows are sent.
-ROW_ERRORS: Final = (TypeError, ValueError, EncodeError, MessageRefused)
+ROW_ERRORS: Final = (TypeError, ValueError, EncodeError, exceptions.MessageRefused)
 
 
 @dataclass(kw_only=True)
@@ -197,7 +193,7 @@ class PartitionSender:
                 try:
                     self._send_many(shared, (row for _, row in members))
                     break
-                except RowsNotConfirmed as failed:
+                except exceptions.RowsNotConfirmed as failed:
                     # The number of each member's first row.
                     numbers = list(accumulate((_count(row) for _, row in members), initial=0))
                     for number, why in failed.errors.items():
@@ -222,7 +218,7 @@ class PartitionSender:
         report = Report()
         try:
             report = self.app.rabbitdelay.send_many(self._task(shared.task), rows, **options)
-        except RowsNotConfirmed as failed:
+        except exceptions.RowsNotConfirmed as failed:
             report = failed.report
             raise
         finally:
