@@ -330,6 +330,8 @@ def take(tab: Tab, picture: Picture, task: str, folder: Path, *, whole: bool) ->
     tab.prefer(picture.scheme)
     tab.go(picture.path.format(task=task))
     tab.see("rabbitdelay")
+    for awaited in ("being asked", "being checked"):
+        tab.see_no(awaited)
     if whole:
         width, _ = picture.size
         height = tab.run("return document.documentElement.scrollHeight")
