@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -38,6 +38,10 @@ class Names(NamedTuple):
     def of(self, kind: KeyKind, name: str) -> str:
         """Return the key of one task (by its id), job (by its name), ...; see :data:`KeyKind`."""
         return f"{self.prefix}:{{{shard_of(name)}}}:{kind}:{name}"
+
+    def each(self, kind: KeyKind, names: Iterable[str]) -> list[str]:
+        """Return the keys of several tasks, jobs, ...; see :meth:`of`."""
+        return [self.of(kind, name) for name in names]
 
     def only(self, name: str) -> str:
         """Return a key that exists once per prefix.
@@ -340,12 +344,12 @@ class Index:
         None stands for a task that does not wait or is not tracked, an empty text for an unknown
         message.
         """
-        names = [self.names.of("message", task_id) for task_id in task_ids]
+        names = self.names.each("message", task_ids)
         return self.store.commands(lambda pipe: [pipe.get(name) for name in names])
 
     def short_messages(self, task_ids: Sequence[str]) -> list[str]:
         """Return the stored messages of at most :data:`SHORT` bytes; empty for all others."""
-        names = [self.names.of("message", task_id) for task_id in task_ids]
+        names = self.names.each("message", task_ids)
         found = self.store.commands(lambda pipe: [pipe.getrange(name, 0, SHORT) for name in names])
         return [message if len(message) <= SHORT else "" for message in found]
 
@@ -484,7 +488,7 @@ class Index:
 
     def fields(self, task_ids: Sequence[str], *fields: str) -> list[Answers]:
         """Read fields of tasks' records."""
-        names = [self.names.of("task", task_id) for task_id in task_ids]
+        names = self.names.each("task", task_ids)
         return self.store.commands(lambda pipe: [pipe.hmget(name, *fields) for name in names])
 
 

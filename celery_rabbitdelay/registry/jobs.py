@@ -151,7 +151,7 @@ class Jobs:
             lambda pipe: [pipe.zrevrange(key, 0, most - 1, withscores=True) for key in lists]
         )
         newest = sorted((-int(opened_ms), name) for shard in found for name, opened_ms in shard)
-        keys = [self._names.of("job", name) for _, name in newest[:most]]
+        keys = self._names.each("job", (name for _, name in newest[:most]))
         records = self._store.commands(
             lambda pipe: [pipe.hmget(key, "state", "expires") for key in keys]
         )
@@ -201,7 +201,7 @@ class Jobs:
 
     def _run(self, calls: Sequence[tuple[str, str, str, int]]) -> Sequence[Any]:
         """Call ``job.lua`` with jobs' names, verbs, ids and instants; return the answers."""
-        keys = [self._names.of("job", job) for job, *_ in calls]
+        keys = self._names.each("job", (job for job, *_ in calls))
         arguments = [(verb, own, at, self._margin_ms) for _, verb, own, at in calls]
         script = ScriptCall("job", keys, arguments, self._keep_ms)
         (answers,) = self._store.of_each(script)

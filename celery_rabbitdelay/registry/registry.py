@@ -21,7 +21,7 @@ from celery_rabbitdelay.registry.decision import (
     Verdict,
     new_copy,
 )
-from celery_rabbitdelay.registry.index import Index, KeyKind, Kind, Names
+from celery_rabbitdelay.registry.index import Index, Kind, Names
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, Questions
 from celery_rabbitdelay.registry.store import UNREADABLE, ScriptCall, Store, readable
@@ -47,8 +47,6 @@ _DONE: Final = "done "
 
 #: The answer of ``arrive.lua`` about a task that only a pause keeps from running.
 _PAUSED: Final = "paused"
-
-_VERDICTS: Final = frozenset(each.value for each in Verdict)
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +172,7 @@ class Registry:
         keys = [key for _, key in tasks if key]
         if not ids and not keys:
             keys = [""]  # still proves that Redis answers
-        names = [*self._keys("task", ids), *self._keys("key", keys)]
+        names = self.names.each("task", ids) + self.names.each("key", keys)
         kinds = [("task",)] * len(ids) + [("key",)] * len(keys)
         (answers,) = self.store.of_each(ScriptCall("ask", names, kinds))
         life_of = dict(zip(ids, answers[: len(ids)], strict=True))
@@ -211,7 +209,7 @@ class Registry:
             for number, each in enumerate(arrivals)
             for word in (words.get(number, "run"),)
         ]
-        records = self._keys("task", [each.task_id for each in arrivals])
+        records = self.names.each("task", [each.task_id for each in arrivals])
         call = ScriptCall("arrive", records, fields, self.keep_ms, (int(notes),))
         (answers,) = self.store.of_each(call)
         return [self._decision(*each) for each in zip(answers, arrivals, strict=True)]
@@ -225,7 +223,7 @@ class Registry:
             since_ms = max(arrival.due_ms, arrival.paused_ms if is_paused else 0)
             until_ms = now_ms + self._questions.after_ms(now_ms - since_ms)
             return Decision(Verdict.LATER, until_ms, is_paused=is_paused)
-        if word not in _VERDICTS:
+        if word.startswith(UNREADABLE):
             return Decision(Verdict.UNREADABLE, why=word.removeprefix(UNREADABLE), is_answer=False)
         return Decision(Verdict(word))
 
@@ -259,7 +257,7 @@ class Registry:
         fields = [
             (str(each.ticket.order), each.task_id, str(min(each.due_ms, latest))) for each in claims
         ]
-        keys = self._keys("key", [each.key for each in claims])
+        keys = self.names.each("key", [each.key for each in claims])
         return ScriptCall("claim", keys, fields, self.keep_ms)
 
     def register(self, registrations: Sequence[Registration]) -> list[str]:
@@ -286,7 +284,7 @@ class Registry:
         keyed = [number for number, each in enumerate(registrations) if each.key]
         claims = [registrations[number] for number in keyed]
         states, claimed = self.store.of_each(
-            ScriptCall("register", self._keys("task", ids), fields, self.keep_ms),
+            ScriptCall("register", self.names.each("task", ids), fields, self.keep_ms),
             self._claims(claims),
         )
         older: dict[str, int] = {}
@@ -301,7 +299,7 @@ class Registry:
                     older[before] = max(each.ticket.order, older.get(before, 0))
         if older:
             orders = [(order,) for order in older.values()]
-            self.store.of_each(ScriptCall("unlist", self._keys("task", list(older)), orders))
+            self.store.of_each(ScriptCall("unlist", self.names.each("task", list(older)), orders))
         for task_id, word in zip(ids, states, strict=True):
             if word.startswith(UNREADABLE) and self._unreadable.allows(word):
                 logger.error("Task %s was sent but not registered: %s", task_id, word)
@@ -334,7 +332,7 @@ class Registry:
         ids = list(dict.fromkeys(task_ids))
         nothing: list[tuple[str, ...]] = [()] * len(ids)
         shared = NOTE_MS + self.keep_ms, int(also_future)
-        call = ScriptCall("cancel", self._keys("task", ids), nothing, self.keep_ms, shared)
+        call = ScriptCall("cancel", self.names.each("task", ids), nothing, self.keep_ms, shared)
         (answers,) = self.store.of_each(call)
         newest = self._newest_orders(answers)
         found = dict[str, Outcome | str]()
@@ -354,7 +352,7 @@ class Registry:
         keys = list(dict.fromkeys(key for _, _, key in keyed))
         if not keys:
             return {}
-        names = [self.names.of("key", key) for key in keys]
+        names = self.names.each("key", keys)
         newest = self.store.commands(lambda pipe: [pipe.get(name) for name in names])
         orders = [(each or "").partition(" ")[0] for each in newest]
         return dict(zip(keys, (int(each) if each.isdigit() else 0 for each in orders), strict=True))
@@ -412,9 +410,6 @@ class Registry:
         finally:
             with suppress(RegistryUnavailable):  # the lease expires by itself
                 lease(0)
-
-    def _keys(self, kind: KeyKind, names: Sequence[str]) -> list[str]:
-        return [self.names.of(kind, each) for each in names]
 
 
 #: The verdict of a job's state on its tasks; None stands for a job that Redis has lost.

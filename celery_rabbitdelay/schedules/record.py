@@ -404,7 +404,7 @@ class Records:
 
     def get(self, names: Sequence[str]) -> list[NotedSchedule | None]:
         """Return the records of schedules; None for an unknown schedule."""
-        keys = [self._names.of("schedule", name) for name in names]
+        keys = self._names.each("schedule", names)
         found = self._store.commands(lambda pipe: [*map(pipe.hgetall, keys)]) if keys else []
         return [*map(NotedSchedule.of, found)]
 
@@ -464,7 +464,7 @@ class Records:
     def _call(
         self, script: str, names: Sequence[str], fields: Sequence[Sequence[str | int]], shared: int
     ) -> ScriptCall:
-        keys = [self._names.of("schedule", name) for name in names]
+        keys = self._names.each("schedule", names)
         return ScriptCall(script, keys, fields, self.registry.keep_ms, (shared,))
 
     def decide(
