@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
@@ -31,16 +31,9 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.modules.limits import check_delay
+from celery_rabbitdelay.publishing import message as messages
 from celery_rabbitdelay.publishing.destination import Destination
-from celery_rabbitdelay.publishing.message import (
-    MAX_SHORTSTR_BYTES,
-    PERSISTENT,
-    Address,
-    Content,
-    WaitingMessage,
-    headers_of,
-)
-from celery_rabbitdelay.publishing.message import encoded as encoded_properties
+from celery_rabbitdelay.publishing.message import Address, Content, WaitingMessage
 from celery_rabbitdelay.publishing.signature import SigningKeys, signed
 
 logger = logging.getLogger(__name__)
@@ -143,7 +136,7 @@ def delayed_task(message: amqp.Message, destination: Destination, due_ms: int) -
         destination: The exchange and the routing key that its consumer sees.
         due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
     """
-    headers, _ = header_names.parse(headers_of(message))
+    headers, _ = header_names.parse(messages.headers_of(message))
     others = {**headers.others, **({"eta": None} if "eta" in headers.others else {})}
     delayed = DelayHeaders(
         due_ms,
@@ -166,9 +159,9 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
         UnprocessableMessage: AMQP cannot carry the message.
     """
     for what, word in (("exchange", outgoing.exchange), ("routing key", outgoing.routing_key)):
-        if len(word.encode(errors="surrogatepass")) > MAX_SHORTSTR_BYTES:
+        if len(word.encode(errors="surrogatepass")) > messages.MAX_SHORTSTR_BYTES:
             raise UnprocessableMessage(
-                f"the {what} {shortened(word)} has more than {MAX_SHORTSTR_BYTES} bytes"
+                f"the {what} {shortened(word)} has more than {messages.MAX_SHORTSTR_BYTES} bytes"
             )
     body, given, delay_headers = outgoing.message
     expiration = given.get("expiration")
@@ -179,8 +172,8 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
         )
     try:
         headers = delay_headers.to_headers()
-        properties = {**given, "delivery_mode": PERSISTENT, "application_headers": headers}
-        content = Content(encoded_properties(properties), body)
+        properties = {**given, "delivery_mode": messages.PERSISTENT, "application_headers": headers}
+        content = Content(messages.encoded(properties), body)
     except Exception as error:
         # Values of wrong types raise many kinds of errors.
         reason = f"a header or property cannot be written: {shortened(error)}"
@@ -226,26 +219,23 @@ MAX_PAUSE_MS: Final = 86_400_000
 DUE_SLACK_MS: Final = 86_400_000
 
 
+@dataclass(frozen=True)
 class EarlyMessages:
     """Detects messages that have left the levels before they are due, and puts them back.
 
-    Args:
+    Attributes:
         topology: The levels.
         tolerated_ms: How many milliseconds early a message may be: the setting
             ``rabbitdelay_early_tolerance``.
         on_early: Called for every message that is unexpectedly early.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        tolerated_ms: int,
-        on_early: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._topology = topology
-        self._tolerated_ms = tolerated_ms
-        self._on_early = on_early
-        self._warnings = WarningLimit(logger, "Early messages", HOUR)
+    topology: Topology
+    tolerated_ms: int
+    on_early: Callable[[], None] = lambda: None
+    _warnings: WarningLimit = field(
+        default_factory=lambda: WarningLimit(logger, "Early messages", HOUR)
+    )
 
     def until(self, headers: DelayHeaders, what: Callable[[], str]) -> int | None:
         """Return the due time of an early message; None if it is not early.
@@ -257,10 +247,10 @@ class EarlyMessages:
         now_ms = wall_clock.ms()
         by_ms = (headers.due_ms or 0) - now_ms
         # No tolerance for a message that was put back for only a part of its delay.
-        if by_ms <= (0 if headers.early.until_ms else self._tolerated_ms):
+        if by_ms <= (0 if headers.early.until_ms else self.tolerated_ms):
             return None
-        if not headers.early.expects(now_ms, self._tolerated_ms):
-            self._on_early()
+        if not headers.early.expects(now_ms, self.tolerated_ms):
+            self.on_early()
             if self._warnings.allows():
                 logger.warning(_EARLY, what(), by_ms / _MS_PER_S)
         return now_ms + by_ms
@@ -282,7 +272,7 @@ class EarlyMessages:
         # The delay was checked when the message came in. A due time too far ahead is forged, and
         # the message would go back into the levels for ever.
         check_delay(header_names.DUE, until_ms, until_ms - wall_clock.ms() - DUE_SLACK_MS)
-        return into_levels(self._topology, *waiting_on(self._topology, message, until_ms))
+        return into_levels(self.topology, *waiting_on(self.topology, message, until_ms))
 
 
 def waiting_on(

@@ -111,8 +111,10 @@ def check_complete(
             raise TopologyIncomplete(topology.prefix, absent)
         known.add(_key(topology))
     if destination is not None and _key(topology, destination) not in known:
-        if not _queue_exists(connection, destination):
-            raise TopologyIncomplete(topology.prefix, (destination.name,))
+        # The exclusive queue of another connection exists; or the user may not check the queue.
+        with suppress(ResourceLocked, AccessRefused):
+            if queue_counts(connection, [destination])[destination.name] is None:
+                raise TopologyIncomplete(topology.prefix, (destination.name,))
         known.add(_key(topology, destination))
 
 
@@ -446,10 +448,3 @@ def _bind_method(channel: Channel, binding: Binding) -> Callable[..., object]:
 def _bind_destination(channel: Channel, topology: Topology, queue_name: str) -> None:
     pattern = topology.keys.destination_pattern(queue_name)
     channel.queue_bind(queue_name, topology.delivery.name, pattern)
-
-
-def _queue_exists(connection: Connection, queue: Queue) -> bool:
-    try:
-        return queue_counts(connection, [queue])[queue.name] is not None
-    except (ResourceLocked, AccessRefused):
-        return True  # the exclusive queue of another connection; or the user may not check it

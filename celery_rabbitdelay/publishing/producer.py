@@ -180,12 +180,9 @@ class DelayedProducer(Producer):
             declare: Other exchanges and queues that the messages need.
         """
         further = [entity for entity in declare if entity is not queue]
-        # An exchange of the topology may have been deleted, but not its marker.
-        redeclare = partial(self._redeclare, queue=queue, further=further)
-        return {
-            "declare": partial(self._declare, queue=queue, further=further),
-            "redeclare": redeclare if self.may_declare else None,
-        }
+        first = partial(self._declare, queue=queue, further=further)
+        again = partial(first, again=True) if self.may_declare else None
+        return {"declare": first, "redeclare": again}
 
     def delayed_message(
         self,
@@ -307,11 +304,18 @@ class DelayedProducer(Producer):
         return body, content_type, content_encoding
 
     def _declare(
-        self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
+        self,
+        connection: Connection,
+        queue: Queue | None,
+        further: list[Exchange | Queue],
+        again: bool = False,
     ) -> None:
         if not self.may_declare:
             declaration.check_complete(connection, self.topology, queue, by_marker=True)
             return
+        if again:
+            # An exchange of the topology may have been deleted, but not its marker.
+            declaration.declare(connection, self.topology)
         if queue is None:
             declaration.declare_if_missing(connection, self.topology)
         else:
@@ -320,9 +324,3 @@ class DelayedProducer(Producer):
             # Every worker declares its own queue of a broadcast.
             declared = entity.exchange if isinstance(entity, Broadcast) else entity
             maybe_declare(declared, connection.default_channel)
-
-    def _redeclare(
-        self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
-    ) -> None:
-        declaration.declare(connection, self.topology)
-        self._declare(connection, queue, further)

@@ -433,25 +433,20 @@ class PublishLoop:
         self._suspects_left = max(self._suspects_left - 1, 0)
         error = publication.error
         may_pass = may_pass or isinstance(error, exceptions.MessageNacked)
+        may_redeclare = self._redeclare is not None and not publication.redeclared
+        again_at = math.inf
         if may_pass and not publication.single_attempt:
             attempt = publication.resent + 1
-            at = self._progress + self.policy.pause(attempt)
-            if not self.policy.is_over(attempt) and at < publication.deadline:
-                self._send_again(publication, at)
-                return
-        elif (
-            isinstance(error, exceptions.MessageReturned)
-            and self._redeclare is not None
-            and not publication.redeclared
-        ):
+            if not self.policy.is_over(attempt):
+                again_at = self._progress + self.policy.pause(attempt)
+        elif isinstance(error, exceptions.MessageReturned) and may_redeclare:
             publication.redeclared = self._must_redeclare = True
-            self._send_again(publication, 0.0)
-            return
-        self._finish(publication)
-
-    def _send_again(self, publication: Publication, at: float) -> None:
-        publication.error = None
-        self._queue(publication, at)
+            again_at = 0.0
+        if again_at < publication.deadline:
+            publication.error = None
+            self._queue(publication, again_at)
+        else:
+            self._finish(publication)
 
     def _finish(self, publication: Publication) -> None:
         if publication.error is not None:

@@ -10,7 +10,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, LifoQueue
 from typing import Final, NoReturn
@@ -343,29 +344,24 @@ class Run(publish_loop.PublishLoop):
         raise error from error.__cause__
 
 
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """Writes every message at once, and reads its confirm later. For one thread at a time.
 
-    Args:
+    Attributes:
         publisher: The publisher, without other use while messages are in flight.
         redeclare: As for :meth:`.Publisher.publish_all`, without the messages' destinations.
         done: Called with each message that is confirmed, or has an error; must neither raise nor
             publish.
     """
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        redeclare: Declaration | None,
-        done: Callable[[Publication], None],
-    ) -> None:
-        self._publisher = publisher
-        self._redeclare = redeclare
-        self._done = done
-        #: The messages without an outcome, in their order.
-        self._open: dict[Publication, None] = {}
-        self._run: Run | None = None
-        self._left_at = 0.0
+    publisher: Publisher
+    redeclare: Declaration | None
+    done: Callable[[Publication], None]
+    #: The messages without an outcome, in their order.
+    _open: dict[Publication, None] = field(default_factory=dict)
+    _run: Run | None = None
+    _left_at: float = 0.0
 
     @property
     def is_running(self) -> bool:
@@ -387,8 +383,8 @@ class Pipeline:
             self.confirm()
         if self._run is None:
             self._run = Run(
-                *(self._publisher, lambda: None, policy),
-                redeclare=self._redeclare,
+                *(self.publisher, lambda: None, policy),
+                redeclare=self.redeclare,
                 done=self._finish,
             )
         else:
@@ -431,7 +427,7 @@ class Pipeline:
 
     def _finish(self, publication: Publication) -> None:
         self._open.pop(publication, None)
-        self._done(publication)
+        self.done(publication)
 
 
 class PublisherPool:
@@ -475,11 +471,8 @@ class PublisherPool:
             NoPublisherFree: All publishers were in use for that long.
         """
         if not self._limit:
-            publisher = Publisher(self.connection.clone(), is_alone=True)
-            try:
+            with closing(Publisher(self.connection.clone(), is_alone=True)) as publisher:
                 yield publisher
-            finally:
-                publisher.close()
             return
         free = self._free
         try:

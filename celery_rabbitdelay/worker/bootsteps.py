@@ -33,14 +33,11 @@ from celery_rabbitdelay.publishing.declaration import (
 )
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.refusals import permissions_named
-from celery_rabbitdelay.worker import status  # noqa: F401 - its import registers control commands
-from celery_rabbitdelay.worker.celery_internals import (
-    Consumer,
-    Hub,
-    RabbitMQStep,
-    Worker,
-    bound_bodies,
+from celery_rabbitdelay.worker import (
+    celery_internals,
+    status,  # noqa: F401 - its import registers control commands
 )
+from celery_rabbitdelay.worker.celery_internals import Consumer, Hub, RabbitMQStep, Worker
 from celery_rabbitdelay.worker.celery_requests import CeleryRequests, guard_consumer, guard_pool
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.restore import Origins, RestoringStrategies
@@ -199,7 +196,7 @@ class RestoreTasks(RabbitMQStep):
         strategies = consumer.strategies
         strategies.early_tasks = EarlyTasks(consumer)
         strategies.early_tasks.start()
-        bound_bodies(consumer, strategies.early_tasks.refuse_unopened)
+        celery_internals.bound_bodies(consumer, strategies.early_tasks.refuse_unopened)
 
     def register_with_event_loop(self, consumer: Consumer, hub: Hub) -> None:
         """Let the event loop run the actions of the thread for early tasks."""
