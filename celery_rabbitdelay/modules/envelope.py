@@ -181,7 +181,7 @@ class _Decompressed(io.RawIOBase):
             if not rest:
                 raise InvalidEnvelope("its compressed stream is incomplete")
             try:
-                chunk = self._stream.decompress(rest, len(buffer))
+                chunk = self._stream.decompress(rest, min(len(buffer), _CHUNK))
             except zlib.error as error:
                 raise InvalidEnvelope(f"it cannot be decompressed: {error}") from error
         self._size += len(chunk)
