@@ -116,9 +116,6 @@ class Process:
         folder: The folder of its log.
     """
 
-    #: The name of the log in the folder.
-    _log_name: ClassVar[str] = "server.log"
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -142,7 +139,7 @@ class Process:
 
     @property
     def _log_path(self) -> Path:
-        return self.folder / self._log_name
+        return self.folder / "process.log"
 
     def _begin(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         with self._log_path.open("ab") as log:

@@ -49,8 +49,6 @@ class Worker(Process):
         options: Further options of ``celery worker``.
     """
 
-    _log_name = "worker.log"
-
     def __init__(self, name: str, folder: Path, options: Sequence[str]) -> None:
         super().__init__(folder)
         self._name = name
