@@ -46,13 +46,12 @@ class RabbitMQStep(bootsteps.StartStopStep):
             InvalidSetting: A setting is invalid, and ``celery worker`` did not start the worker.
         """
         try:
-            included: bool = super().include(parent)
+            return bool(super().include(parent))
         except InvalidSetting as wrong:
             if click.get_current_context(silent=True) is None:
                 raise
             text = "\n".join([str(wrong), *wrong.__notes__])
             raise CeleryCommandException(text, EX_FAILURE) from wrong
-        return included
 
 
 class Delivery(NamedTuple):
