@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -199,11 +199,7 @@ class Deliveries:
         self._tag: str | None = None
         self._former_tag: str | None = None
         #: The delivery tags that the next :meth:`write` settles.
-        self._settled: dict[wire.Settlement, list[int]] = {
-            wire.ACK: [],
-            wire.REJECT: [],
-            wire.REQUEUE: [],
-        }
+        self._settled: defaultdict[wire.Settlement, list[int]] = defaultdict(list)
 
     def take(self, prefetch: int) -> None:
         """Consume with this prefetch count from now on."""
@@ -244,13 +240,11 @@ class Deliveries:
 
     def write(self) -> None:
         """Write the frames that settle messages."""
-        number, frames = self.channel.channel_id, b""
-        for how, tags in self._settled.items():
-            if tags:
-                frames += wire.settle_frames(number, how, tags)
-                tags.clear()
-        if frames:
-            self._wire.write(frames, self._module.timeout)
+        number, settled = self.channel.channel_id, self._settled.items()
+        if settled:
+            frames = [wire.settle_frames(number, how, tags) for how, tags in settled]
+            self._settled.clear()
+            self._wire.write(b"".join(frames), self._module.timeout)
 
     def _consume(self) -> None:
         self._prefetch = min(self._wanted, self._held.fitting)
