@@ -22,7 +22,6 @@ from celery.app.registry import TaskRegistry
 from celery.backends.base import Backend
 from celery.canvas import Signature, group
 from celery.utils.quorum_queues import detect_quorum_queues
-from celery.utils.saferepr import saferepr
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Queue
 
@@ -290,11 +289,6 @@ def arguments_by_name(
     """
     bound = signature(method).bind_partial(*[None] * first, *values)
     return dict(zip(list(bound.arguments)[first:], values, strict=True))
-
-
-def celerys_repr(value: object, size: int, depth: int | None) -> str:
-    """Return a value as Celery shows it in ``argsrepr`` and ``kwargsrepr``."""
-    return saferepr(value, size, depth)  # type: ignore[arg-type]
 
 
 def eta_of(value: object, timezone: tzinfo) -> datetime | None:

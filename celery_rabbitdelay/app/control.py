@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import celery
-from amqp.exceptions import AMQPError
 from celery import states
 from celery.app.control import Control
 from celery.result import AsyncResult
 from kombu import Connection
-from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.seams import Addition, additions_of
-from celery_rabbitdelay.publishing.refusals import missing_permission
-
-logger = logging.getLogger(__name__)
 
 #: The name of the control command, for ``celery inspect`` and ``control.broadcast``.
 COMMAND: Final = "rabbitdelay_status"
@@ -28,9 +22,6 @@ ARRIVALS: Final = "tasks"
 
 #: The key in a worker's answer, on request, for the worker's versions and settings.
 ABOUT: Final = "about"
-
-#: The maximum number of ids in one revoke, which a worker logs in one line.
-MAX_REVOKED: Final = 100
 
 #: Celery's answer of a worker that does not know the command, and the answer to show instead.
 _UNKNOWN_COMMAND: Final = {"error": repr(KeyError(COMMAND))}
@@ -93,24 +84,6 @@ def _additions(part: Any) -> Sequence[Addition]:
     """Return the additions of a part's application; none without RabbitMQ."""
     delays = _delays_of(part)
     return delays.part(additions_of) if delays.available else ()
-
-
-def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
-    """Revoke tasks in all workers, without the registry.
-
-    This matters for tasks that a worker has received and holds. It is no error if workers cannot be
-    reached, or if the broker's user lacks the permission: the registry knows the cancel.
-    """
-    try:
-        for start in range(0, len(task_ids), MAX_REVOKED):
-            Control.revoke(app.control, task_ids[start : start + MAX_REVOKED])
-    except (AMQPError, OperationalError, OSError) as error:
-        why = missing_permission(error) or error
-        logger.warning(
-            "rabbitdelay cancel: workers were not notified of the recorded cancel, so a task that "
-            "one of them holds may run: %s",
-            why,
-        )
 
 
 def status_of_workers(

@@ -27,6 +27,7 @@ from celery import signals as celery_signals
 from celery.app import amqp as celery_amqp
 from celery.app.routes import MapRoute, Router
 from celery.exceptions import SoftTimeLimitExceeded
+from celery.utils.saferepr import saferepr
 from kombu import Connection
 from kombu.utils.json import JSONEncoder
 from kombu.utils.uuid import uuid
@@ -221,7 +222,7 @@ class Template:
             value = call.args if name == "argsrepr" else call.kwargs
             text = repr(value)  # faster than Celery's, and mostly equal
             if len(text) > max_length or _MAY_DIFFER.search(text, 1):
-                text = celery_internals.celerys_repr(value, max_length, self._repr_depth)
+                text = saferepr(value, max_length, self._repr_depth)  # type: ignore[arg-type]
             own[name] = text
         own.update(call.headers)
         return own

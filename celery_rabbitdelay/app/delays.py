@@ -147,7 +147,7 @@ class Delays:
     @cached_property
     def available(self) -> bool:
         """Whether the application's broker is RabbitMQ, over py-amqp: the levels need both."""
-        return _is_rabbitmq(self.app.connection_for_write())
+        return self.is_available(self.app.connection_for_write())
 
     def is_available(self, connection: Connection | None) -> bool:
         """Return whether a broker is RabbitMQ, over py-amqp: delays can wait in its levels.
@@ -155,7 +155,9 @@ class Delays:
         Args:
             connection: The caller's own connection; None for the application's.
         """
-        return self.available if connection is None else _is_rabbitmq(connection)
+        if connection is None:
+            return self.available
+        return isinstance(connection.transport, pyamqp.Transport)
 
     def check_protocol(self) -> None:
         """Refuse delayed sends in Celery's message protocol 1.
@@ -254,7 +256,3 @@ class Delays:
             yield
         finally:
             self.fake_broker, self._instead, self._parts = former
-
-
-def _is_rabbitmq(connection: Connection) -> bool:
-    return isinstance(connection.transport, pyamqp.Transport)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 #: The prefix of each name, before an underscore.
 PREFIX: Final = "celery_rabbitdelay"
 
-InstrumentKind: TypeAlias = Literal["counter", "gauge", "histogram"]
-
 #: The values of the labels of an instrument, in their order.
 Labels: TypeAlias = tuple[str, ...]
 
@@ -40,7 +38,7 @@ class Instrument:
     """
 
     name: str
-    kind: InstrumentKind
+    kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: Labels = ("task", "queue")
     buckets: tuple[float, ...] = ()

@@ -176,18 +176,10 @@ def _is_list_of_words(value: object) -> TypeGuard[Sequence[str]]:
     return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
 
 
-def _is_prefix(value: object) -> bool:
-    return isinstance(value, str) and _VALID_PREFIX.fullmatch(value) is not None
-
-
 def _is_layout(value: object) -> bool:
     if isinstance(value, Mapping):
         return value.get("name") in (*NAMED, "custom")
     return value in NAMED if isinstance(value, str) else isinstance(value, list | tuple | Layout)
-
-
-def _is_tick(value: object) -> bool:
-    return SECONDS.accepts(value) and (Fraction(repr(value)) * 1000).denominator == 1
 
 
 def _is_signing_key(value: Any) -> bool:
@@ -202,7 +194,7 @@ _NAMES: Final = SettingType("a list of names, with the wildcards * and ?", _is_l
 
 NAME_PREFIX: Final = SettingType(
     f"1 to {MAX_PREFIX_LENGTH} letters, digits, '-', '_', ':' and '.'; 'amq.' is the broker's own",
-    _is_prefix,
+    lambda value: isinstance(value, str) and _VALID_PREFIX.fullmatch(value) is not None,
 )
 
 _LAYOUT: Final = SettingType(
@@ -212,7 +204,8 @@ _LAYOUT: Final = SettingType(
 )
 
 _TICK: Final = SettingType(
-    "a positive number of seconds, in whole milliseconds, at most 366 days", _is_tick
+    "a positive number of seconds, in whole milliseconds, at most 366 days",
+    lambda value: SECONDS.accepts(value) and (Fraction(repr(value)) * 1000).denominator == 1,
 )
 
 

@@ -289,6 +289,7 @@ class TaskSending(seams.Send):
             given.pop(option)
         super().__init__(delays, name, None, given, added, former, has_id=False)
         self._by_celery = by_celery
+        self._callers_producer: Producer | None = given.get("producer") or given.get("publisher")
 
     def send(self) -> Result:
         """Send the task. The first of these rules that applies decides its path.
@@ -338,10 +339,6 @@ class TaskSending(seams.Send):
     def _is_continued(self) -> bool:
         """Whether the task retries, or replaces, one that an addition knows."""
         return bool(self.former) and not header_names.REGISTRY.isdisjoint(self.former)
-
-    @property
-    def _callers_producer(self) -> Producer | None:
-        return self.options.get("producer") or self.options.get("publisher")
 
     @property
     def _callers_connection(self) -> Connection | None:

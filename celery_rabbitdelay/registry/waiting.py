@@ -9,13 +9,15 @@ from datetime import datetime
 from typing import Final, TypeAlias, TypedDict, Unpack
 from uuid import UUID
 
-from amqp.exceptions import ChannelError
+import celery
+from amqp.exceptions import AMQPError, ChannelError
+from celery.app.control import Control
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult, ResultBase
 from kombu import Queue
+from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.control import revoke_by_celery
 from celery_rabbitdelay.app.options import Result
 from celery_rabbitdelay.exceptions import JobClosed, NotRecorded, NotTracked, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import (
@@ -28,6 +30,7 @@ from celery_rabbitdelay.levels.delay import (
 from celery_rabbitdelay.levels.headers import COPY
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of, queue_counts
 from celery_rabbitdelay.publishing.kombu_internals import Counts, closing, connect
+from celery_rabbitdelay.publishing.refusals import missing_permission
 from celery_rabbitdelay.registry.application import register_sent
 from celery_rabbitdelay.registry.decision import Outcome, Registration, new_copy
 from celery_rabbitdelay.registry.holding import Holding, publish_signed
@@ -37,6 +40,9 @@ from celery_rabbitdelay.registry.registry import Earlier
 from celery_rabbitdelay.registry.store import readable
 
 logger = logging.getLogger(__name__)
+
+#: The maximum number of ids in one revoke, which a worker logs in one line.
+MAX_REVOKED: Final = 100
 
 #: The outcomes, least certain first. The outcome of several tasks is their least certain one.
 LEAST_CERTAIN: Final = tuple(Outcome)
@@ -150,7 +156,7 @@ class Waiting(Holding):
         # No worker has a waiting task; the worker asks the registry when the task arrives.
         arrived = (Outcome.RELEASED, Outcome.NOTED, Outcome.CANCELLED)
         ids = [task_id for task_id, outcome in found.items() if outcome in arrived]
-        revoke_by_celery(self._delays.app, ids)
+        _revoke_by_celery(self._delays.app, ids)
 
     def cancel_pending(
         self,
@@ -359,3 +365,21 @@ def _ids(task: object) -> list[str]:
         ids += _ids(each)
     parent = getattr(task, "parent", None)
     return (_ids(parent) if parent is not None else []) + ids
+
+
+def _revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
+    """Revoke tasks in all workers, without the registry.
+
+    This matters for tasks that a worker has received and holds. It is no error if workers cannot be
+    reached, or if the broker's user lacks the permission: the registry knows the cancel.
+    """
+    try:
+        for start in range(0, len(task_ids), MAX_REVOKED):
+            Control.revoke(app.control, task_ids[start : start + MAX_REVOKED])
+    except (AMQPError, OperationalError, OSError) as error:
+        why = missing_permission(error) or error
+        logger.warning(
+            "rabbitdelay cancel: workers were not notified of the recorded cancel, so a task that "
+            "one of them holds may run: %s",
+            why,
+        )
