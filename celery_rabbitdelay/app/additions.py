@@ -107,7 +107,7 @@ BUILT_IN: Final = (
             f"{_PACKAGE}.operations.undeliverable_commands": ("undeliverable",),
             **{
                 f"{_PACKAGE}.operations.{name}": (name,)
-                for name in ("delete", "export", "permissions", "status", "verify")
+                for name in ("capacity", "delete", "export", "permissions", "status", "verify")
             },
         },
     ),

@@ -4,8 +4,10 @@
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import mean
 from typing import Any, Final, NamedTuple
 
 from kombu import Queue
@@ -13,6 +15,7 @@ from kombu import Queue
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks import measure
+from tests.chaos.cluster import Cluster
 from tests.kernel.integration.shop import make_app
 from tests.private_broker import private_broker
 
@@ -40,12 +43,17 @@ class Taken(NamedTuple):
     processor: float
 
 
-def taken(broker: RabbitMQServer) -> Taken:
-    """Look at a broker, once it is calm.
+def taken(nodes: Sequence[RabbitMQServer]) -> Taken:
+    """Look at a broker's nodes, once they are calm; return the mean of a node.
 
     Memory is given twice: allocated, which the memory alarm counts, and used of that.
     """
     time.sleep(CALM)
+    each = [_taken(node) for node in nodes]
+    return Taken(*map(mean, zip(*each, strict=True)))
+
+
+def _taken(broker: RabbitMQServer) -> Taken:
     broker.ctl("eval", _COLLECT)
     own = [each for each in Path("/proc").glob("[0-9]*") if _is_of(each, broker.pid)]
     disk = sum(
@@ -70,20 +78,32 @@ def _processor(process: Path) -> float:
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
-def waiting(*, tasks: int = 100_000, tolerance: int = 60) -> None:
-    """What waiting tasks take: plain, and in envelopes with a tolerance in seconds."""
+def waiting(
+    *, tasks: int = 100_000, tolerance: int = 60, nodes: int = 1, argument: int = 0
+) -> None:
+    """What waiting tasks take of a node: plain, and in envelopes with a tolerance in seconds.
+
+    ``--argument`` adds as many bytes to each task. With several ``--nodes``, a cluster of RabbitMQ
+    4.3 is started.
+    """
     for name, options in {
         "plain": {"envelopes": False},
         "in envelopes": {"tolerance": tolerance},
     }.items():
-        with private_broker() as broker:
-            print(f"\n{measure.about(broker)}: {tasks:,} tasks, {name}")
-            app = make_app({"broker_url": broker.url, "prefix": "waiting"})
-            _measure(broker, app, tasks, options)
+        with ExitStack() as stack:
+            if nodes == 1:
+                brokers = [stack.enter_context(private_broker())]
+            else:
+                brokers = [*stack.enter_context(Cluster("4.3", nodes)).nodes]
+            print(f"\n{measure.about(brokers[0])}: {tasks:,} tasks, {name}, {nodes} nodes")
+            app = make_app({"broker_url": brokers[0].url, "prefix": "waiting"})
+            _measure(brokers, app, tasks, argument, options)
             app.close()
 
 
-def _measure(broker: RabbitMQServer, app: Any, tasks: int, options: Any) -> None:
+def _measure(
+    broker: Sequence[RabbitMQServer], app: Any, tasks: int, argument: int, options: Any
+) -> None:
     chance, before = random.Random(7), taken(broker)
     app.rabbitdelay.send_many("look", [Row(delay=86_400)])
     levels = taken(broker)
@@ -94,7 +114,8 @@ def _measure(broker: RabbitMQServer, app: Any, tasks: int, options: Any) -> None
         print(f"  the levels: {bytes_ / 1e6:,.1f} MB of {what}")
 
     def rows() -> Iterator[Row]:
-        return (Row((each,), delay=BEGIN + WEEK * chance.random()) for each in range(tasks))
+        text = chance.randbytes(argument // 2).hex()
+        return (Row((each, text), delay=BEGIN + WEEK * chance.random()) for each in range(tasks))
 
     report = app.rabbitdelay.send_many("look", rows(), **options)
     print(f"  {tasks / report.messages:.1f} tasks a message")
@@ -111,7 +132,8 @@ def _measure(broker: RabbitMQServer, app: Any, tasks: int, options: Any) -> None
 
     sent = show("fresh", levels)
     print(f"  a task, sent: {(sent.processor - levels.processor) / tasks * 1e6:,.0f} us")
-    broker.ctl("eval", _ROLL_OVER)
+    for node in broker:
+        node.ctl("eval", _ROLL_OVER)
     settled = show("in segments", levels)
     if report.envelopes:
         return

@@ -1,0 +1,192 @@
+"""``celery rabbitdelay capacity``: estimate what a number of waiting tasks takes of RabbitMQ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import ceil, inf
+from typing import Final, NamedTuple
+
+import click
+
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.levels.delay import milliseconds
+from celery_rabbitdelay.levels.layout import Layout
+from celery_rabbitdelay.levels.topology import Topology
+
+#: What a message takes on a single node, measured on RabbitMQ 4.3.6 with ``make bench
+#: NAME=waiting``: bytes of disk, and microseconds of the processor on arrival and for each stop.
+DISK: Final = 1000
+RECEIVED_US: Final = 96
+STOP_US: Final = 270
+
+#: The bytes of the arguments that Celery repeats in the header ``argsrepr``, at most.
+REPEATED: Final = 1024
+
+#: The processor time on each of three nodes with a replica, as a multiple of that.
+REPLICATED: Final = 1.45
+
+#: Bytes of memory, once messages are written into segments: for each of few messages; for many, for
+#: each message, and for all queues together. New messages take up to twice as much.
+FEW_MEMORY: Final = 1000
+MEMORY: Final = 420
+QUEUES_MEMORY: Final = 42_000_000
+
+#: The bytes of disk of a task with small arguments in an envelope, and of the envelope itself.
+ROW_DISK: Final = 45
+ENVELOPE_DISK: Final = 600
+
+#: The messages that one queue passes on a second, measured on two cores.
+QUEUE_RATE: Final = 2500
+
+#: The number of replicas that RabbitMQ gives a quorum queue, unless it has fewer nodes.
+REPLICAS: Final = 3
+
+#: The number of delays from which the stops are computed.
+SAMPLES: Final = 9973
+
+_UNITS: Final = {"k": 1e3, "m": 1e6, "g": 1e9}
+
+
+class Load(NamedTuple):
+    """The tasks of an application.
+
+    Attributes:
+        tasks: How many wait at a time.
+        rate: How many are sent, and come due, per second.
+        per_message: How many an envelope holds on average; 1 for none.
+        argument_bytes: The size of their arguments, beyond a number or two.
+        longest: The longest delay, in seconds. All delays up to it are equally frequent.
+    """
+
+    tasks: float
+    rate: float
+    per_message: float
+    argument_bytes: int
+    longest: float
+
+
+class Capacity(NamedTuple):
+    """What a load takes.
+
+    Attributes:
+        messages: The waiting messages.
+        stops: The mean number of queues in which a message waits.
+        replicas: The number of replicas of a queue.
+        disk_bytes: Disk per node.
+        memory_bytes: Memory per node.
+        cores: Busy cores per node.
+        busiest_share: The share of the messages that pass the busiest queue, without shards.
+        shards: The number of shards that the rate takes.
+    """
+
+    messages: float
+    stops: float
+    replicas: int
+    disk_bytes: float
+    memory_bytes: float
+    cores: float
+    busiest_share: float
+    shards: int
+
+
+def capacity_of(load: Load, layout: Layout, nodes: int) -> Capacity:
+    """Estimate what a load takes of each node of a cluster.
+
+    Args:
+        load: The tasks.
+        layout: The levels.
+        nodes: The number of nodes, over which RabbitMQ spreads the replicas.
+    """
+    passed: Counter[tuple[int, int]] = Counter()
+    longest_ms = min(milliseconds(load.longest), layout.capacity_ms)
+    for sample in range(1, SAMPLES + 1):
+        digits = layout.digits(longest_ms * sample // SAMPLES)
+        passed.update((level, digit) for level, digit in enumerate(digits) if digit)
+    stops, (_, busiest) = passed.total() / SAMPLES, passed.most_common(1)[0]
+    messages, rate = load.tasks / load.per_message, load.rate / load.per_message
+    disk: float = DISK + load.argument_bytes + min(load.argument_bytes, REPEATED)
+    if load.per_message > 1:
+        disk = ENVELOPE_DISK + load.per_message * (ROW_DISK + load.argument_bytes)
+    processor_us = RECEIVED_US + stops * STOP_US
+    if nodes > 1:
+        processor_us *= REPLICATED
+    replicas = min(REPLICAS, nodes)
+    share = replicas / nodes
+    return Capacity(
+        messages=messages,
+        stops=stops,
+        replicas=replicas,
+        disk_bytes=messages * disk * share,
+        memory_bytes=min(messages * FEW_MEMORY, QUEUES_MEMORY + messages * MEMORY) * share,
+        cores=rate * processor_us / 1e6 * share,
+        busiest_share=busiest / SAMPLES,
+        shards=max(ceil(rate * busiest / SAMPLES / QUEUE_RATE), 1),
+    )
+
+
+def _count(text: str, what: str) -> float:
+    """Parse a number such as ``100M``."""
+    unit = _UNITS.get(text[-1:].lower())
+    try:
+        number = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < inf:
+        raise ValueError(f"{what} = {text!r}: takes a number above 0, such as 500, 20k or 100M")
+    return number
+
+
+_number: Final = shared.ParameterType("number", _count)
+
+
+@shared.command()
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True)
+@shared.as_one(
+    "load",
+    Load,
+    click.option("--tasks", type=_number, required=True, help="Waiting tasks, such as 100M."),
+    click.option("--rate", type=_number, required=True, help="Tasks a second that come due."),
+    click.option(
+        "--per-message",
+        type=click.FloatRange(min=1),
+        default=1.0,
+        show_default=True,
+        help="Tasks in an envelope, on average.",
+    ),
+    click.option(
+        "--argument-bytes",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="The size of a task's arguments, beyond a few numbers.",
+    ),
+    click.option(
+        "--longest",
+        type=shared.seconds_type,
+        default="7d",
+        show_default=True,
+        help="The longest delay; all shorter ones are as frequent.",
+    ),
+)
+@shared.topology_options()
+def capacity(nodes: int, load: Load, **options: object) -> None:
+    """Estimate what waiting tasks take of RabbitMQ. No broker is contacted."""
+    topology = shared.topology(options)
+    found = capacity_of(load, topology.layout, nodes)
+    shared.answer(found._asdict(), _lines(found, load, topology))
+
+
+def _lines(found: Capacity, load: Load, topology: Topology) -> Iterator[str]:
+    passed = load.rate / load.per_message * found.busiest_share
+    yield (
+        f"{load.tasks:,.0f} tasks in {found.messages:,.0f} messages, "
+        f"in {len(topology.queues)} queues of {found.replicas} replicas; each node takes"
+    )
+    yield f"  disk       {found.disk_bytes / 1e9:,.1f} GB"
+    yield f"  memory     {found.memory_bytes / 1e9:,.1f} GB"
+    yield f"  processor  {found.cores:,.1f} cores, for {found.stops:.1f} stops a message"
+    yield (
+        f"The busiest queue passes on {passed:,.0f} messages a second, of {QUEUE_RATE:,}: "
+        f"rabbitdelay_shards = {found.shards}"
+    )
