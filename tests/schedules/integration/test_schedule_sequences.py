@@ -138,13 +138,13 @@ class Sequence:
             # What was sent last comes most often.
             at = max(len(self.messages) - 1 - int(self.chance.expovariate(0.6)), 0)
             if self.chance.random() < 0.2:
-                self.messages[at] = self.messages[at].put_back(self.chance.choice("abc"))
-            self.ask(self.messages[at]._replace(redelivered=self.chance.random() < 0.2))
+                self.messages[at] = self.messages[at].put_back(self.chance.choice("ab"))
+            self.ask(self.messages[at]._replace(redelivered=self.chance.random() < 0.3))
 
     def ask(self, message: Message) -> None:
         step = self.chance.choice((1, 1, 1, 1, 2, 5, None))
         following = None if step is None else message.instant + step
-        arriving = self.arriving(message, following, self.chance.choice("abc"))
+        arriving = self.arriving(message, following, self.chance.choice("ab"))
         self.asks.append((message, following, arriving))
 
     def arriving(self, message: Message, following: int | None, arrival: str) -> Arriving:
