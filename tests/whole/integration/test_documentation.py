@@ -89,7 +89,9 @@ def machine(rabbitmq: RabbitMQNode, redis_server: RedisServer, tmp_path: Path) -
     _program(programs / "pytest", f'{python} -m pytest -p no:cacheprovider "$@"')
     _program(programs / "sudo", 'exec "$@"')
     _program(programs / "make", f'exec /usr/bin/make --dry-run -C {REPOSITORY} "$@"')
-    _program(programs / "rabbitmqctl", f'exec env {variables} {control} "$@"')
+    # A node in another root does not see the reader's files.
+    given = '[ "$1" = import_definitions ] && exec < "$2" && set -- "$1"'
+    _program(programs / "rabbitmqctl", f'{given}\nexec env {variables} {control} "$@"')
     _program(programs / "redis-cli", f'exec /usr/bin/redis-cli -p {redis_server.port} "$@"')
     moved = f'"${{@/@localhost/@127.0.0.1:{rabbitmq.port}}}"'
     _program(programs / "amqp-publish", f"exec /usr/bin/amqp-publish {moved}")
