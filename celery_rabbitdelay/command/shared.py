@@ -366,8 +366,9 @@ def topology_options(start: str = "") -> _Decorator:
     Args:
         start: The beginning of their names, such as "from-".
     """
+    whose = "source's" if start else "levels'"
     return options(
-        click.option(f"--{start}prefix", help="The first part of all names on the broker."),
+        click.option(f"--{start}prefix", help=f"The first part of the {whose} names."),
         click.option(
             f"--{start}layout",
             type=layout_type,

@@ -25,9 +25,6 @@ SCHEMES: Final = (
     "rediss+cluster",
 )
 
-#: The schemes of connections to one server without encryption.
-PLAIN: Final = ("redis", "unix", "redis+socket", "sentinel")
-
 #: The values that the setting takes, for errors.
 TAKES_URL: Final = (
     f"a URL that begins with one of {', '.join(SCHEMES)}; its database is a whole number"
@@ -103,8 +100,8 @@ def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
     try:
         with suppress(ValueError, redis.RedisError):
             client = _client_of(scheme, url, given)
-            is_plain = scheme in PLAIN and not given.get("ssl")
-            return Store(client, scheme.endswith("+cluster"), errors, is_plain)
+            read_only = redis.exceptions.ReadOnlyError
+            return Store(client, scheme.endswith("+cluster"), errors, read_only)
     except TypeError as wrong:
         raise InvalidSetting(OPTIONS, ", ".join(options), f"{wrong}") from wrong
     # Without the cause: urllib's error about a port or a host may quote the password.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -204,7 +203,7 @@ class Decisions(BatchThread[_Due]):
     def register(self, hub: Hub) -> None:
         """Let the event loop run the thread's actions, and ask about tasks without an option."""
         super().register(hub)
-        if self._registry.store.has_plain_sockets:
+        if not self._registry.store.is_cluster:
             self._plain = PlainArrivals(
                 hub, self._registry, self._run_all, self._give_all, self.gather_for
             )
@@ -232,10 +231,8 @@ class Decisions(BatchThread[_Due]):
         else:
             self.act(partial(self._carry_out_all, batch, decisions))
         plain = self._plain
-        if plain is not None and not plain.is_open:
-            with suppress(RegistryUnavailable):
-                connection = self._registry.breaker.call(self._registry.store.own_connection)
-                self.act(partial(plain.open, connection))
+        if plain is not None and (connection := plain.connected()) is not None:
+            self.act(partial(plain.open, connection))
 
     def gather_for(self, first: int) -> float:
         """Return the batch window in seconds; 0 if the prefetch count is too small for a batch."""
@@ -243,6 +240,7 @@ class Decisions(BatchThread[_Due]):
         return GATHER if may_hold(self._consumer, more) else 0.0
 
     def _run_all(self, batch: Sequence[_Due]) -> None:
+        self._down_since = None
         self._carry_out_all(batch, [Decision(Verdict.RUN)] * len(batch))
 
     def _give_all(self, batch: Sequence[_Due]) -> None:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
 
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.worker.batch_thread import MAX_BATCH
 from celery_rabbitdelay.worker.celery_internals import Hub
 
 #: The answer of Redis if nothing is recorded and nothing is paused.
 NOTHING: Final = b":0\r\n:0\r\n"
+
+#: All bytes of an answer. Errors and pushes of Redis have others.
+OF_ANSWERS: Final = b":0123456789\r\n"
+
+#: Seconds from one attempt to connect to the next.
+CONNECT_EVERY: Final = 10.0
+
+#: How many times the time of a question is checked within the timeout.
+CHECKS: Final = 4
 
 TaskT = TypeVar("TaskT")
 
@@ -52,6 +65,7 @@ class PlainArrivals(Generic[TaskT]):
         self._gather_for = gather_for
         self._gathers = False
         self._connection: Any = None
+        self._connect_at = 0.0
         self._asked: list[tuple[str, TaskT]] = []
         self._waiting: list[tuple[str, TaskT]] = []
         self._asked_at = 0.0
@@ -62,16 +76,32 @@ class PlainArrivals(Generic[TaskT]):
         """Whether there is a connection to Redis."""
         return self._connection is not None
 
+    def connected(self) -> Any:
+        """Return a new connection for :meth:`open`; None if none is needed, or can be had now.
+
+        The thread calls this, because connecting may take a while.
+        """
+        now = time.monotonic()
+        if self.is_open or now < self._connect_at:
+            return None
+        self._connect_at = now + CONNECT_EVERY
+        with suppress(RegistryUnavailable):
+            return self._store.own_connection()
+        return None
+
     def open(self, connection: Any) -> None:
-        """Ask over a connection of redis-py from now on."""
-        if self.is_open:
+        """Ask over a connection of redis-py from now on, if it is one socket without encryption."""
+        own = getattr(connection, "_sock", None)
+        if type(own) is not socket.socket:
+            self._connect_at = math.inf
+        if self.is_open or type(own) is not socket.socket:
             connection.disconnect()
             return
-        self._connection, self._answer = connection, b""
+        own.setblocking(False)
         timeout = connection.socket_timeout
-        connection._sock.setblocking(False)
-        self._hub.add_reader(connection._sock, self._read)
-        self._timer = self._hub.call_repeatedly(timeout, self._check_time, timeout)
+        self._hub.add_reader(own, self._read)
+        self._timer = self._hub.call_repeatedly(timeout / CHECKS, self._check_time, timeout)
+        self._connection, self._answer = connection, b""
 
     def give(self, task_id: str, task: TaskT) -> None:
         """Ask about a task as soon as the question before it is answered."""
@@ -107,7 +137,7 @@ class PlainArrivals(Generic[TaskT]):
         self._asked_at = time.monotonic()
         try:
             self._connection._sock.sendall(b"".join(self._connection.pack_commands(commands)))
-        except OSError:
+        except Exception:  # noqa: BLE001 - must not end the worker; the thread finds out more
             self.close()
 
     def _read(self) -> None:
@@ -118,9 +148,11 @@ class PlainArrivals(Generic[TaskT]):
         except OSError:
             received = b""
         self._answer += received
-        if not received or b"-" in self._answer:
+        missing = NOTHING.count(b"\n") - self._answer.count(b"\n")
+        is_strange = not self._asked or self._answer.translate(None, OF_ANSWERS) or missing < 0
+        if not received or is_strange:
             self.close()
-        elif self._answer.count(b"\n") == NOTHING.count(b"\n"):
+        elif not missing:
             self._answered(is_nothing=self._answer == NOTHING)
 
     def _answered(self, is_nothing: bool) -> None:
@@ -132,5 +164,7 @@ class PlainArrivals(Generic[TaskT]):
         (self._run if is_nothing else self._decide)(tasks)
 
     def _check_time(self, timeout: float) -> None:
+        # The loop may have been busy, and the answer be there.
+        self._read()
         if self._asked and time.monotonic() - self._asked_at >= timeout:
             self.close()

@@ -98,14 +98,14 @@ class Store:
         connect: Returns a new client of redis-py.
         is_cluster: Whether only keys with the same hash tag are on the same server.
         errors: The errors of redis-py; the first one is the base class of Redis's error replies.
-        has_plain_sockets: Whether a connection is one socket to one server, without encryption.
+        read_only: redis-py's error if the server is a replica.
         on_call: Called after every round trip with its seconds and whether it succeeded.
     """
 
     connect: Callable[[], Client]
     is_cluster: bool
     errors: tuple[type[Exception], ...]
-    has_plain_sockets: bool = False
+    read_only: type[Exception] | tuple[()] = ()
     on_call: Callable[[float, bool], None] | None = None
     _free: list[Client] = field(default_factory=list, init=False)
     _scripts: dict[str, Callable[..., str]] = field(default_factory=dict, init=False)
@@ -227,9 +227,12 @@ class Store:
             client = self.connect()
         try:
             result = run(client)
-        except BaseException:
-            # Also after an error reply: it may come from a former primary, which is a replica now.
-            self._drop(client)
+        except BaseException as error:
+            # After an error reply, the connection is usable, unless it leads to a former primary.
+            if isinstance(error, self.errors[0]) and not isinstance(error, self.read_only):
+                self._free.append(client)
+            else:
+                self._drop(client)
             raise
         self._free.append(client)
         return result

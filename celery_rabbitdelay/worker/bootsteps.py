@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import ceil
 from operator import attrgetter
 from threading import Lock
 from typing import Final
@@ -227,6 +228,10 @@ PREFETCH: Final = {CHECK_IN: 1000, DISTRIBUTE: 300}
 #: recommends 5 to 20 (https://www.rabbitmq.com/docs/heartbeats#heartbeats-timeout).
 HEARTBEAT: Final = 20
 
+#: The heartbeat, at least, as a share of ``rabbitdelay_confirm_timeout``: a module sends none while
+#: it waits for an answer.
+SHARE: Final = 2 / 3
+
 
 class Modules(RabbitMQStep):
     """Serves the modules and the services of additions, in threads with their own connections.
@@ -339,5 +344,6 @@ def module_service(app: DelayingCelery, declaration: WorkerDeclaration, name: st
         max_bytes=settings.max_message_bytes,
         admit=admit,
     )
-    connection = app.connection_for_write(heartbeat=HEARTBEAT)
+    heartbeat = max(HEARTBEAT, ceil(settings.confirm_timeout * SHARE))
+    connection = app.connection_for_write(heartbeat=heartbeat)
     return ModuleService(connection, declaration.declare, declaration.connection_lost, module)

@@ -1,8 +1,11 @@
 """Questions of a worker's event loop about tasks without an option: kombu's loop, a real Redis."""
 
+import select
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 from kombu.asynchronous.hub import Hub
@@ -102,10 +105,12 @@ def test_the_thread_decides_if_anything_is_recorded_or_paused(begin: Any) -> Non
         assert (loop.ran, loop.decided) == ([["b"]], [["b"]])
 
 
-@pytest.mark.parametrize("trouble", ["killed", "suspended", "a replica", "closed"])
+@pytest.mark.parametrize(
+    "trouble", ["killed", "suspended", "a replica", "a push", "no text", "closed"]
+)
 def test_the_thread_decides_about_every_task_once_if_redis_is_in_trouble(trouble: str) -> None:
     with ConfiguredRedis() as redis, ConfiguredRedis() as other:
-        timeout = SHORT if trouble == "suspended" else TIMEOUT
+        timeout = {"suspended": SHORT, "a push": 2 * PATIENCE}.get(trouble, TIMEOUT)
         with loop_on(redis, timeout) as loop:
             match trouble:
                 case "killed":
@@ -115,12 +120,20 @@ def test_the_thread_decides_about_every_task_once_if_redis_is_in_trouble(trouble
                 case "a replica":
                     host, port = "127.0.0.1", other.url.rpartition(":")[2].partition("/")[0]
                     loop.registry.store.commands(lambda pipe: pipe.replicaof(host, port))
+                case "a push":
+                    loop.plain._connection.send_command("SUBSCRIBE", "news")
+                case "no text":
+                    loop.plain._connection.pack_commands = mock.Mock(side_effect=UnicodeError)
             for task in "ab":
-                loop.plain.give(task, task)
+                if not loop.plain.is_open:  # as in the worker
+                    loop.decided.append([task])
+                else:
+                    loop.plain.give(task, task)
             if trouble == "closed":
                 loop.plain.close()
             wait_for(lambda: not loop.plain.is_open or loop.turned() < 0, "the end", PATIENCE)
-            assert (loop.ran, loop.decided) == ([], [["a", "b"]])
+            together = [["a"], ["b"]] if trouble == "no text" else [["a", "b"]]
+            assert (loop.ran, loop.decided) == ([], together)
             if trouble == "suspended":
                 redis.resume()
             if trouble != "killed":
@@ -130,6 +143,31 @@ def test_the_thread_decides_about_every_task_once_if_redis_is_in_trouble(trouble
             loop.plain.open(loop.registry.store.own_connection())
             loop.answers("c")
             assert loop.ran == [["c"]]
+
+
+def test_a_late_look_at_an_answer_is_no_timeout() -> None:
+    with RedisServer() as redis, loop_on(redis) as loop:
+        loop.plain.give("a", "a")
+        select.select([loop.plain._connection._sock], [], [], PATIENCE)
+        loop.plain._asked_at -= 2 * TIMEOUT
+        loop.plain._check_time(TIMEOUT)
+        assert (loop.ran, loop.plain.is_open) == ([["a"]], True)
+
+
+def test_the_loop_takes_one_plain_socket_and_connects_now_and_then() -> None:
+    with RedisServer() as redis, loop_on(redis) as loop:
+        assert loop.plain.connected() is None  # there is one
+        loop.plain.close()
+        connection = loop.plain.connected()
+        assert loop.plain.connected() is None  # too soon
+        loop.plain._connect_at = 0.0
+        encrypted = mock.Mock(_sock=mock.Mock(spec=ssl.SSLSocket))
+        loop.plain.open(encrypted)
+        encrypted.disconnect.assert_called_once_with()
+        assert (loop.plain.is_open, loop.plain.connected()) == (False, None)
+        loop.plain.open(connection)
+        loop.answers("a")
+        assert loop.ran == [["a"]]
 
 
 def test_a_worker_asks_in_its_event_loop(serve: Any, noted: Notes) -> None:

@@ -114,7 +114,8 @@ def test_what_is_decided_about_a_task_that_waits_becomes_of_it(
     wait_for(lambda: results["superseded"].state == told, "the revoke", PATIENCE)
     # A result that was made of an id belongs to the same application.
     states = [shop.AsyncResult(results[each].id).state for each in DECIDED]
-    assert states == [REVOKED, told, "PENDING", "DELAYED", "PENDING", "DELAYED", told]
+    assert states.pop(5) in ("DELAYED", "SUCCESS")  # it is due soon
+    assert states == [REVOKED, told, "PENDING", "DELAYED", "PENDING", told]
 
     noted.until(DELAY + 1)
     ran = {each["given"][0]: each["at"] - began for each in noted.found()}
