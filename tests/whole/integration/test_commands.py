@@ -41,6 +41,7 @@ LEAST: dict[str | None, tuple[str, ...]] = {
         *("undeliverable purge --yes", "undeliverable redrive"),
     ),
     None: (
+        "capacity --tasks 1 --rate 1",
         *("export --format definitions", "permissions producer --user web", "route 5"),
         "web",
     ),
