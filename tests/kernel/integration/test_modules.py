@@ -187,13 +187,19 @@ def test_a_message_for_an_exchange_that_clients_may_not_publish_to_is_undelivera
     assert "internal exchange" in reason
 
 
+@pytest.fixture
+def source(connection: Connection, topology: Topology, make_queue: Any) -> Queue:
+    """A quorum queue that a module takes messages from, beside declared levels."""
+    declare(connection, topology)
+    queue: Queue = make_queue("source", queue_arguments={"x-queue-type": "quorum"})
+    queue(connection.default_channel).declare()
+    return queue
+
+
 def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
-    connection: Connection, topology: Topology, target: Queue, make_queue: Any
+    connection: Connection, topology: Topology, target: Queue, source: Queue
 ) -> None:
     channel: Any = connection.default_channel
-    source = make_queue("source", queue_arguments={"x-queue-type": "quorum"})
-    declare(connection, topology)
-    source(channel).declare()
     for number in range(2 * AROUND):
         channel.basic_publish(amqp.Message(str(number)), "", source.name)
     dying: Any
@@ -242,13 +248,10 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
 
 
 def test_a_module_notices_that_its_connection_was_dropped_silently(
-    connection: Connection, topology: Topology, target: Queue, make_queue: Any
+    connection: Connection, topology: Topology, target: Queue, source: Queue
 ) -> None:
     """Both sides notice after two heartbeats; here, one is a second."""
     channel: Any = connection.default_channel
-    source = make_queue("source", queue_arguments={"x-queue-type": "quorum"})
-    declare(connection, topology)
-    source(channel).declare()
 
     def receive(_: amqp.Message) -> Iterator[Outgoing]:
         yield Outgoing("", target.name, waiting(amqp.Message(b"x", delivery_mode=2)))
