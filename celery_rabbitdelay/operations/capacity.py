@@ -14,8 +14,8 @@ from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.levels.topology import Topology
 
-#: What a message takes on a single node, measured on RabbitMQ 4.3.6 with ``make bench
-#: NAME=waiting``: bytes of disk, and microseconds of the processor on arrival and for each stop.
+#: The costs of a message on a single node, measured on RabbitMQ 4.3.6 by ``make bench
+#: NAME=waiting``: bytes of disk, and microseconds of processor time on arrival and for each stop.
 DISK: Final = 1000
 RECEIVED_US: Final = 96
 STOP_US: Final = 270
@@ -23,11 +23,11 @@ STOP_US: Final = 270
 #: The bytes of the arguments that Celery repeats in the header ``argsrepr``, at most.
 REPEATED: Final = 1024
 
-#: The processor time on each of three nodes with a replica, as a multiple of that.
+#: The factor by which a replicated message costs each of its nodes more processor time.
 REPLICATED: Final = 1.45
 
-#: Bytes of memory, once messages are written into segments: for each of few messages; for many, for
-#: each message, and for all queues together. New messages take up to twice as much.
+#: Bytes of memory, once messages are written into segments: of an envelope, or of a message among
+#: few; of a message among many, and of all queues together then. New messages use up to twice that.
 FEW_MEMORY: Final = 1000
 MEMORY: Final = 420
 QUEUES_MEMORY: Final = 42_000_000
@@ -67,7 +67,7 @@ class Load(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """What a load takes.
+    """The resources that a load needs.
 
     Attributes:
         messages: The waiting messages.
@@ -77,7 +77,7 @@ class Capacity(NamedTuple):
         memory_bytes: Memory per node.
         cores: Busy cores per node.
         busiest_share: The share of the messages that pass the busiest queue, without shards.
-        shards: The number of shards that the rate takes.
+        shards: The number of shards that the rate needs.
     """
 
     messages: float
@@ -91,7 +91,7 @@ class Capacity(NamedTuple):
 
 
 def capacity_of(load: Load, layout: Layout, nodes: int) -> Capacity:
-    """Estimate what a load takes of each node of a cluster.
+    """Estimate the resources that a load needs on each node of a cluster.
 
     Args:
         load: The tasks.
@@ -106,7 +106,9 @@ def capacity_of(load: Load, layout: Layout, nodes: int) -> Capacity:
     stops, (_, busiest) = passed.total() / SAMPLES, passed.most_common(1)[0]
     messages, rate = load.tasks / load.per_message, load.rate / load.per_message
     disk: float = DISK + load.argument_bytes + min(load.argument_bytes, REPEATED)
+    memory = min(messages * FEW_MEMORY, QUEUES_MEMORY + messages * MEMORY)
     if load.per_message > 1:
+        memory = messages * FEW_MEMORY
         disk = ENVELOPE_DISK + load.per_message * (ROW_DISK + load.argument_bytes)
     processor_us = RECEIVED_US + stops * STOP_US
     if nodes > 1:
@@ -118,7 +120,7 @@ def capacity_of(load: Load, layout: Layout, nodes: int) -> Capacity:
         stops=stops,
         replicas=replicas,
         disk_bytes=messages * disk * share,
-        memory_bytes=min(messages * FEW_MEMORY, QUEUES_MEMORY + messages * MEMORY) * share,
+        memory_bytes=memory * share,
         cores=rate * processor_us / 1e6 * share,
         busiest_share=busiest / SAMPLES,
         shards=max(ceil(rate * busiest / SAMPLES / QUEUE_RATE), 1),

@@ -81,10 +81,10 @@ def _processor(process: Path) -> float:
 def waiting(
     *, tasks: int = 100_000, tolerance: int = 60, nodes: int = 1, argument: int = 0
 ) -> None:
-    """What waiting tasks take of a node: plain, and in envelopes with a tolerance in seconds.
+    """The resources that waiting tasks use on a node, plain and in envelopes.
 
-    ``--argument`` adds as many bytes to each task. With several ``--nodes``, a cluster of RabbitMQ
-    4.3 is started.
+    ``--tolerance`` is that of envelopes, in seconds. ``--argument`` adds bytes to each task. With
+    several ``--nodes``, a cluster of RabbitMQ 4.3 is started.
     """
     for name, options in {
         "plain": {"envelopes": False},
