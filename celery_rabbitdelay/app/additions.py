@@ -102,6 +102,7 @@ BUILT_IN: Final = (
     ),
     Entry(
         "operations",
+        worker_steps=(f"{_PACKAGE}.operations.worker_status:CountArrivals",),
         commands={
             f"{_PACKAGE}.operations.move_commands": ("adopt", "migrate", "transfer"),
             f"{_PACKAGE}.operations.undeliverable_commands": ("undeliverable",),

@@ -183,9 +183,8 @@ def check_arguments(task: Any, args: Iterable[object], kwargs: Mapping[str, obje
 def copied_as(cls: type[SignatureT], made: Signature[Any]) -> SignatureT:
     """Copy a Celery signature to another class."""
     private: Any = made
-    copy: Any = cls(made, app=private._app)  # type: ignore[arg-type]
-    copy._type = private._type
-    copied: SignatureT = copy
+    copied = cls(made, app=private._app)  # type: ignore[arg-type]
+    copied._type = private._type  # type: ignore[attr-defined]
     return copied
 
 

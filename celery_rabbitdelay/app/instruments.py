@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
-
-from celery_rabbitdelay.publishing.kombu_internals import cached_property
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.publishing.producer import Delayed
@@ -86,21 +83,22 @@ TAKEN_OVER: Final = counter(
 )
 
 
+#: Called with values by their instruments, and the values of the labels.
+Listener: TypeAlias = Callable[..., None]
+
+
 class Recorder:
-    """Records values in ``app.rabbitdelay.metrics``, once a program has read that attribute.
+    """Passes recorded values to its listeners; without a listener, it does nothing.
 
     Attributes:
+        listeners: Functions of additions.
         gauges: For each gauge without labels, a function that returns its present value. A worker
             that serves metrics calls the functions at each collection.
     """
 
     def __init__(self) -> None:
+        self.listeners: list[Listener] = []
         self.gauges: dict[Instrument, Callable[[], float]] = {}
-
-    @cached_property
-    def metrics(self) -> Any:
-        """Return the metrics, which count from now on."""
-        return import_module("celery_rabbitdelay.metrics.collector").Metrics()
 
     def record(self, values: Mapping[Instrument, float], *labels: str) -> None:
         """Add to counters, or record in histograms.
@@ -109,8 +107,8 @@ class Recorder:
             values: The values by their instruments, all of which have the same labels.
             *labels: The values of the labels.
         """
-        if "metrics" in self.__dict__:
-            self.metrics.record(values, *labels)
+        for listener in self.listeners:
+            listener(values, *labels)
 
     def record_send(self, task: str, queue: str, is_confirmed: bool, resent: int) -> None:
         """Count one send, with its outcome.

@@ -2,7 +2,6 @@
 
 A command's module is imported when the command runs or its help is shown; see
 :mod:`.app.additions`, which says where each command is.
-The control command is imported, so that ``celery inspect`` knows it in this process.
 """
 
 from __future__ import annotations
@@ -15,9 +14,6 @@ from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import delay
-from celery_rabbitdelay.worker.status import rabbitdelay_status
-
-__all__ = ["rabbitdelay", "rabbitdelay_status"]
 
 
 class LazyCommands(shared.Commands):

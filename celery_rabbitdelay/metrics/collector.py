@@ -68,8 +68,8 @@ class Metrics:
         # Never unregistered: an application lives as long as its process.
         os.register_at_fork(after_in_child=self._after_fork)
 
-    def record(self, values: Mapping[Instrument, float], *labels: str) -> None:
-        """Add to counters, or record in histograms.
+    def __call__(self, values: Mapping[Instrument, float], *labels: str) -> None:
+        """Add to counters, or record in histograms; a listener of :class:`.Recorder`.
 
         Args:
             values: The values by metric; all metrics have the same labels.
@@ -211,5 +211,9 @@ class HasMetrics:
         Raises:
             ImportError: The package ``prometheus-client`` is missing.
         """
-        metrics: Metrics = self._delays.recorder.metrics
-        return metrics
+        listeners = self._delays.recorder.listeners  # they outlive a reset, as this object does not
+        found = next((each for each in listeners if isinstance(each, Metrics)), None)
+        if found is None:
+            found = Metrics()
+            listeners.append(found)
+        return found

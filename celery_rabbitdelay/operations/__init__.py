@@ -1,8 +1,9 @@
 """The operator's commands for waiting messages.
 
 * To inspect: ``status`` (waiting messages and the next due time), and ``verify`` (faults on the
-  broker) with ``inventory`` and ``checks``; ``management`` is the management API, and ``quirks``
-  lists the differences between versions of RabbitMQ.
+  broker) with ``inventory`` and ``checks``; ``workers`` asks the workers, and ``worker_status``
+  answers; ``management`` is the management API, and ``quirks`` lists the differences between
+  versions of RabbitMQ.
 * To manage the levels: ``export`` (the topology in other formats), ``permissions`` (of the
   broker's users) and ``delete``.
 * To move messages: ``source`` takes them from queues, ``mover`` publishes them elsewhere and

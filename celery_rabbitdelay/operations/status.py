@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import click
 from kombu import Connection
 
-from celery_rabbitdelay.app.control import ARRIVALS, status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.command import shared
@@ -21,6 +20,7 @@ from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import PROBE, Topology
 from celery_rabbitdelay.operations.management import Json
 from celery_rabbitdelay.operations.verify import blocked, lines_of
+from celery_rabbitdelay.operations.workers import ARRIVALS, status_of_workers
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of, unserved_modules
 
 

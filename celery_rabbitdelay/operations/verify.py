@@ -20,7 +20,6 @@ import click
 from amqp.exceptions import ChannelError
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.app.control import status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.app.settings import Settings
@@ -32,6 +31,7 @@ from celery_rabbitdelay.operations.management import (
     management_api,
     management_option,
 )
+from celery_rabbitdelay.operations.workers import status_of_workers
 from celery_rabbitdelay.publishing.declaration import module_queues, queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import Counts, connect

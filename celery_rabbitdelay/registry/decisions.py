@@ -360,9 +360,6 @@ class Decisions(BatchThread[_Due]):
         asks_again = verdict in (Verdict.LATER, Verdict.UNREADABLE)
         if asks_again and due.waited.early.until_ms:
             return  # counted when the task first went back
-        if not asks_again:
-            may_run_ms = may_run_since(due.waited) if verdict is Verdict.RUN else None
-            self._consumer.strategies.arrivals.note(may_run_ms, due.delivery.task)
         values = {LATENESS: lateness(may_run_since(due.waited))}
         if verdict is not Verdict.RUN:
             values = {COUNTED[verdict]: 1}

@@ -10,13 +10,13 @@ from functools import partial
 from itertools import accumulate, pairwise, zip_longest
 from typing import Final, NamedTuple, get_args
 
-from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations.management import management_api
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked, verify_application
+from celery_rabbitdelay.operations.workers import ARRIVALS
 from celery_rabbitdelay.registry.index import Kind, KindCounts
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.charts import DAY, HOUR, MINUTE, aligned

@@ -17,11 +17,11 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
-from celery_rabbitdelay.app.control import status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics.reading import AWAY, Broker, Reading, Readings, why
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
+from celery_rabbitdelay.operations.workers import status_of_workers
 from celery_rabbitdelay.web.options import Options, User
 from celery_rabbitdelay.web.settings import WebSettings
 

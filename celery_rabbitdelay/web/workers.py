@@ -8,7 +8,7 @@ from typing import Any
 
 from kombu import Queue
 
-from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
+from celery_rabbitdelay.operations.workers import ABOUT, ARRIVALS
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.web.site import PATIENCE, WORKERS_PERIOD, Answer, Site, is_awaited
 from celery_rabbitdelay.web.states import counted

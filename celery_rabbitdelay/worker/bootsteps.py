@@ -34,10 +34,7 @@ from celery_rabbitdelay.publishing.declaration import (
 )
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.refusals import permissions_named
-from celery_rabbitdelay.worker import (
-    celery_internals,
-    status,  # noqa: F401 - its import registers control commands
-)
+from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.celery_internals import Consumer, Hub, RabbitMQStep, Worker
 from celery_rabbitdelay.worker.celery_requests import CeleryRequests, guard_consumer, guard_pool
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks

@@ -15,11 +15,14 @@ from celery import bootsteps
 from celery.exceptions import CeleryCommandException
 from celery.platforms import EX_FAILURE
 from celery.utils.quorum_queues import detect_quorum_queues
+from celery.utils.serialization import strtobool
+from celery.worker import control
 from kombu import Message
 from kombu.compression import compress
 
 from celery_rabbitdelay.exceptions import InvalidSetting, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import CHECKED_IN, DUE, shortened
+from celery_rabbitdelay.levels.shown_url import without_passwords_in
 from celery_rabbitdelay.publishing.kombu_internals import decompressed_size
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.wire import Seen
@@ -30,6 +33,19 @@ Worker: TypeAlias = Any
 Consumer: TypeAlias = Any
 Hub: TypeAlias = Any
 Request: TypeAlias = Any
+
+
+@control.inspect_command(
+    name="conf",
+    alias="dump_conf",
+    signature="[include_defaults=False]",
+    args=[("with_defaults", strtobool)],
+)
+def conf(state: object, with_defaults: bool = False, **options: object) -> dict[str, object]:
+    """List configuration, without passwords; replaces Celery's control command."""
+    shown = control.conf(state, with_defaults, **options)  # type: ignore[attr-defined]
+    # Celery has already hidden the values of names such as "password".
+    return {name: without_passwords_in(value) for name, value in shown.items()}
 
 
 class RabbitMQStep(bootsteps.StartStopStep):

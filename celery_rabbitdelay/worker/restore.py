@@ -7,10 +7,7 @@ registry is refused unless its signature is valid.
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -30,96 +27,6 @@ from celery_rabbitdelay.worker.celery_internals import Consumer, Delivery, name_
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 
 logger = get_logger(__name__)
-
-#: The seconds of a step, the number of steps for which a worker remembers its arrivals, and the
-#: number of steps over which its status shows the maximum lateness.
-STEP: Final = 60
-STEPS: Final = 60
-LATEST_STEPS: Final = 10
-
-#: The upper bounds of the histogram of lateness, in seconds; one more bucket counts later arrivals.
-BOUNDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
-
-#: Maximum task names with a histogram in a step; further tasks count as :data:`OTHER`.
-MOST_TASKS: Final = 200
-OTHER: Final = "(other)"
-
-
-@dataclass
-class Step:
-    """The delayed tasks that arrived in one step.
-
-    Attributes:
-        received: Their number.
-        latest: Their maximum lateness, in seconds.
-        by_task: The histogram of lateness per task name, with the buckets of :data:`BOUNDS`.
-    """
-
-    received: int = 0
-    latest: float = 0.0
-    by_task: dict[str, list[int]] = field(default_factory=dict)
-
-
-NO_ARRIVALS: Final = Step()
-
-
-class Arrivals:
-    """The lateness of delayed tasks that run, for the worker's status.
-
-    Attributes:
-        received: How many delayed tasks have arrived, without early ones.
-    """
-
-    def __init__(self) -> None:
-        self.received = 0
-        #: The remembered steps that had arrivals.
-        self._steps: dict[int, Step] = {}
-
-    def note(self, due_ms: object, task: str) -> None:
-        """Record the arrival of a task.
-
-        Args:
-            due_ms: As for :func:`lateness`.
-            task: The task's name.
-        """
-        late, now = lateness(due_ms), _step_now()
-        if now not in self._steps:
-            self._steps = {at: step for at, step in self._steps.items() if at > now - STEPS}
-        step = self._steps.setdefault(now, Step())
-        self.received += 1
-        step.received += 1
-        step.latest = max(step.latest, late)
-        name = task if task in step.by_task or len(step.by_task) < MOST_TASKS else OTHER
-        counts = step.by_task.setdefault(name, [0] * (len(BOUNDS) + 1))
-        counts[bisect_left(BOUNDS, late)] += 1
-
-    def status(self, in_full: bool = False) -> dict[str, object]:
-        """Return how many tasks have arrived, and their recent maximum lateness in seconds.
-
-        Args:
-            in_full: Whether to add the history of the last hour, the current minute first: arrivals
-                (``received_by_minute``), maximum lateness (``by_minute``; None without arrivals),
-                and the histogram of lateness per task (``late_by_task``, with ``late_bounds``).
-        """
-        now = _step_now()
-        minutes = [self._steps.get(now - ago, NO_ARRIVALS) for ago in range(STEPS)]
-        latest = max(step.latest for step in minutes[:LATEST_STEPS])
-        status: dict[str, object] = {"received": self.received, "latest": latest}
-        if in_full:
-            status["by_minute"] = [step.latest if step.received else None for step in minutes]
-            status["received_by_minute"] = [step.received for step in minutes]
-            status["late_bounds"] = [*BOUNDS]
-            late: dict[str, list[int]] = {}
-            for step in minutes:
-                for task, counts in step.by_task.items():
-                    before = late.get(task, [0] * len(counts))
-                    late[task] = [*map(sum, zip(before, counts, strict=True))]
-            status["late_by_task"] = late
-        return status
-
-
-def _step_now() -> int:
-    return int(time.monotonic()) // STEP
 
 
 def may_run_since(waited: DelayHeaders) -> int | None:
@@ -232,7 +139,6 @@ class RestoringStrategies(dict[str, Strategy]):
     Attributes:
         early_tasks: Takes the tasks that are not due yet; None between two connections.
         decisions: Decides about due tasks; None: all of them run.
-        arrivals: The lateness of arrived tasks.
     """
 
     def __init__(
@@ -241,7 +147,6 @@ class RestoringStrategies(dict[str, Strategy]):
         super().__init__()
         self.early_tasks: EarlyTasks | None = None
         self.decisions: Decisions | None = None
-        self.arrivals = Arrivals()
         self._app = consumer.app
         self._consumer = consumer
         self._tasks = consumer.app.tasks
@@ -305,9 +210,7 @@ class RestoringStrategies(dict[str, Strategy]):
             ask()
             return True
         if waited is not None:
-            since_ms = may_run_since(waited)
-            self.arrivals.note(since_ms, delivery.task)
-            self._record(LATENESS, lateness(since_ms), delivery)
+            self._record(LATENESS, lateness(may_run_since(waited)), delivery)
             signals.send(
                 signals.released, self._app, celery_internals.id_of(message), waited.due_ms
             )

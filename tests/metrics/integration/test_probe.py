@@ -11,12 +11,12 @@ from typing import Any, Final
 import pytest
 from kombu import Connection
 
-from celery_rabbitdelay.app.control import status_of_workers
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE, Topology
 from celery_rabbitdelay.metrics.probe import ROUTE, ProbeService
 from celery_rabbitdelay.operations.checks import check_probes
+from celery_rabbitdelay.operations.workers import status_of_workers
 from celery_rabbitdelay.publishing.declaration import declare, queue_counts
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.kernel.integration.arrivals import count

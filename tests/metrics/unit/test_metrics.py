@@ -10,9 +10,11 @@ from unittest import mock
 
 import pytest
 
-from celery_rabbitdelay.app.instruments import LATENESS, SENT, Recorder
+from celery_rabbitdelay import Celery
+from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.instruments import LATENESS, SENT
 from celery_rabbitdelay.metrics import bootstep, collector, instruments
-from celery_rabbitdelay.metrics.collector import MAX_BYTES, OTHER, ChildCounts, Metrics
+from celery_rabbitdelay.metrics.collector import MAX_BYTES, OTHER, ChildCounts, HasMetrics, Metrics
 from celery_rabbitdelay.metrics.instruments import PENDING
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "metrics.md"
@@ -39,12 +41,12 @@ def samples(metrics: Metrics, name: str = "sent") -> dict[tuple[str, ...], float
 
 
 def test_nothing_is_recorded_until_metrics_are_in_use() -> None:
-    recorder = Recorder()
-    recorder.record_send("remind", "mail", True, 0)
-    assert "metrics" not in vars(recorder)
-    assert samples(recorder.metrics) == {}
-    recorder.record_send("remind", "mail", True, 0)
-    assert samples(recorder.metrics) == {("remind", "mail"): 1}
+    delays = Delays(Celery())
+    delays.recorder.record_send("remind", "mail", True, 0)
+    assert samples(HasMetrics(delays).metrics) == {}
+    delays.recorder.record_send("remind", "mail", True, 0)
+    # As after a reset, which makes the parts of an application anew.
+    assert samples(HasMetrics(delays).metrics) == {("remind", "mail"): 1}
 
 
 def test_the_instruments_of_an_addition_that_was_taken_out_are_left_out(
@@ -60,7 +62,7 @@ def test_labels_are_bounded_in_number_and_what_waits_is_read_each_time(
 ) -> None:
     monkeypatch.setattr(collector, "MAX_SERIES", 2)
     for queue in ("a", "b", "c", "d", "a"):
-        metrics.record({SENT: 1}, "remind", queue)
+        metrics({SENT: 1}, "remind", queue)
     assert samples(metrics) == {("remind", "a"): 2, ("remind", "b"): 1, (OTHER, OTHER): 2}
     waiting = [5.0]
     metrics.observe(lambda: [(PENDING, ("hours.x1",), waiting[0])])
@@ -104,10 +106,10 @@ def test_what_was_written_is_read_and_a_child_goes_on_without_a_parent(metrics: 
     def work() -> None:
         os.close(go_on[1])  # it ends with its parent
         for _ in range(before):
-            metrics.record({SENT: 1}, "remind", "mail")
+            metrics({SENT: 1}, "remind", "mail")
         os.write(told[1], b"x")
         os.read(go_on[0], 1)
-        metrics.record({SENT: 1}, "remind", "mail")
+        metrics({SENT: 1}, "remind", "mail")
 
     child = forked(work)
     children.start()
@@ -121,11 +123,11 @@ def test_what_was_written_is_read_and_a_child_goes_on_without_a_parent(metrics: 
 
 
 def test_a_forked_process_counts_for_itself_and_begins_with_nothing(metrics: Metrics) -> None:
-    metrics.record({SENT: 5}, "remind", "mail")
+    metrics({SENT: 5}, "remind", "mail")
 
     def work() -> None:
         assert samples(metrics) == {}
-        metrics.record({SENT: 1}, "remind", "mail")
+        metrics({SENT: 1}, "remind", "mail")
         assert samples(metrics) == {("remind", "mail"): 1}
 
     assert os.waitpid(forked(work), 0)[1] == 0
@@ -143,7 +145,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 metrics = Metrics()
 for _ in range(3):
     child = os.fork()
-    metrics.record({SENT: 2}, "remind", "mail")
+    metrics({SENT: 2}, "remind", "mail")
     if not child:
         os._exit(0)
     os.waitpid(child, 0)

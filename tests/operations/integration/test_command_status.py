@@ -1,6 +1,5 @@
 """``celery rabbitdelay status``: what waits, until when, and the workers."""
 
-import json
 import re
 import time
 from collections.abc import Callable
@@ -52,7 +51,6 @@ def test_the_status_counts_each_level_and_digit_and_says_what_the_workers_do(
     own = {**configuration, **settings}
     told = with_worker(own, "rabbitdelay status --digits")
     found = checked("status", with_worker(own, "rabbitdelay status --json"))
-    inspected = with_worker(own, "inspect rabbitdelay_status --json")
 
     assert f"  {'hours.x1':16} {3:10,} waiting" in told
     assert f"    {'hours.1':14} {2:10,}\n" in told
@@ -63,9 +61,9 @@ def test_the_status_counts_each_level_and_digit_and_says_what_the_workers_do(
     assert found["others"]["meditation"] == {"messages": 1, "consumers": 0}
     assert found["next_due"]["within_ms"] == (2 * 3600 - 360) * 1000
     assert found["missing"] == []
-    for workers in (found["workers"], json.loads(inspected.splitlines()[0])):
-        (modules,) = workers.values()
-        assert set(modules) == {*MODULES, "tasks"}
+    # Workers of other tests may still be there.
+    (modules,) = (each for each in found["workers"].values() if each["tasks"]["latest"] > 90_000)
+    assert set(modules) == {*MODULES, "tasks"}
 
 
 def test_the_status_of_levels_that_do_not_stand_names_their_queues(

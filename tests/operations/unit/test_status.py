@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from celery_rabbitdelay.app.control import COMMAND, status_of_workers
 from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.operations import status
+from celery_rabbitdelay.operations.workers import COMMAND, status_of_workers
 from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.publishing.kombu_internals import Counts
 

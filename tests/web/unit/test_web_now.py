@@ -6,13 +6,13 @@ from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import Any
 
-from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations.status import Status
 from celery_rabbitdelay.operations.verify import Finding, Verification
+from celery_rabbitdelay.operations.workers import ARRIVALS
 from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.registry.index import Kind, KindCounts, Pending

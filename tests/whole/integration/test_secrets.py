@@ -194,7 +194,15 @@ def test_a_worker_shows_no_password(
         wait_for(lambda: is_served(port), "metrics", PATIENCE)
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as metrics:
             shown: list[str] = [metrics.read().decode()]
-        for what in ("conf", "rabbitdelay_status yes", "report", "stats"):
+        status = app.control.broadcast(
+            *("rabbitdelay_status", {"about": True}, [worker.name]),
+            reply=True,
+            timeout=PATIENCE,
+            limit=1,
+        )
+        assert status
+        shown.append(str(status))
+        for what in ("conf", "report", "stats"):
             answer = run_celery(configuration, f"inspect -t 60 -d {worker.name} {what}")
             assert answer.returncode == 0, answer.stderr
             shown += [answer.stdout, answer.stderr]
