@@ -128,6 +128,13 @@ def test_a_message_that_could_not_wait_for_longer_at_once_is_expected_early() ->
     assert not EarlyHeader(1).expects(1000, 100)
 
 
+def test_the_header_of_an_early_message_is_read_as_it_is_written() -> None:
+    early = EarlyHeader(2, 1000, "exchange", "key")
+    (table,) = early.header().values()
+    assert EarlyHeader.of(table) == early
+    assert EarlyHeader.of({"times": -1, "until": "1000", "exchange": "e"}) == EarlyHeader()
+
+
 def test_the_users_own_headers_stay() -> None:
     own = {"x-tenant": "shop", "traceparent": "00-ab", "x-deathly": 1, "headers": {"x-mine": 2}}
     nested = {"headers": {"x-mine": 2, **ADDED_BY_THE_BROKER, **DELAYED}}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.command.levels import explain
 from celery_rabbitdelay.kombu import Layout, Route, Topology
+from celery_rabbitdelay.levels.delay import Due
 from tests.json_schemas import checked
 from tests.kernel.unit.broker_model import BrokerModel
 from tests.kernel.unit.strategies import custom_layouts
@@ -32,6 +33,16 @@ def test_the_explained_route_is_the_one_taken(layout: Layout, delay_ms: int, sha
     assert looped + walk.waited_ms == found["total_ms"]
     passed = walk.waited_ms if layout.zeros == "queue" else 0
     assert 0 <= found["total_ms"] - delay_ms < layout.tick_ms + (passed and len(layout.levels))
+
+
+def test_a_tolerance_saves_stops() -> None:
+    topology, delay = Topology("p"), 3 * 3600 + 45 * 60 + 30
+    assert len(topology.route(delay, "reports").stops) == 3
+    for route in (
+        topology.route(delay, "reports", tolerance=3600),
+        topology.route(Due.after(delay, 3_600_000), "reports"),
+    ):
+        assert route.stops == ("p.hours.4",)
 
 
 def test_the_command_says_it_in_words_and_as_a_table(offline: Callable[..., Result]) -> None:

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from kombu import Connection
 
 from celery_rabbitdelay.app.settings import read_settings
 from celery_rabbitdelay.exceptions import InvalidSetting
@@ -37,6 +38,10 @@ TEMPLATES = [
         ("rediss://host?ssl_password=secret", "rediss://host?ssl_password=**"),
         ("redis://host?pass%77ord=secret", "redis://host?pass%77ord=**"),
         ("redis://host?password=se@cret", "redis://**"),
+        (
+            "http://host?PWD=a&client_secret=b&token=c",
+            "http://host?PWD=**&client_secret=**&token=**",
+        ),
         ("sentinel://:a@one;sentinel://:b@two/0", "sentinel://:**@one;sentinel://:**@two/0"),
         ("amqp://user:se/c?r#e@t@host", "amqp://user:**@host"),
         ("redis://:s3cret/0", "redis://:**"),
@@ -91,6 +96,18 @@ def test_no_character_of_a_password_makes_it_visible(template: str, password: st
 )
 def test_in_a_text_each_url_loses_its_password(text: str, shown: str) -> None:
     assert shown_url.without_passwords(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("amqp://guest:secret@host:5672//", "amqp://guest:**@host:5672//"),
+        # kombu takes the end of such a password for the virtual host.
+        ("amqp://guest:12/cret@host", "amqp://**"),
+    ],
+)
+def test_a_connection_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert shown_url.shown_broker(Connection(url)) == shown
 
 
 def test_a_setting_that_is_refused_is_told_without_a_password() -> None:
