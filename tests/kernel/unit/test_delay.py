@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.levels import delay as delay_module
 from celery_rabbitdelay.levels import wall_clock
-from tests.kernel.unit.clock import Clock
+from tests.kernel.unit.clock import Clock, frozen
 
 #: The error, and what else it is.
 INVALID = InvalidDelay, ValueError
@@ -98,6 +98,13 @@ def test_a_negative_delay_and_an_instant_in_the_past_mean_now(clock: Clock, make
     assert due.is_past
     assert (due.at_ns, due.delay_ms, due.remaining_ms()) == (START_NS, 0, 0)
     assert (due.tolerance_ms, delay_module.Due.after(0.001).is_past) == (0, False)
+
+
+def test_redis_is_told_the_time_only_while_a_test_sets_the_clock() -> None:
+    assert wall_clock.own_us() is None
+    with frozen(1_900_000_000.5):
+        assert wall_clock.own_us() == 1_900_000_000_500_000
+        assert wall_clock.ms() == 1_900_000_000_500
 
 
 def test_what_amqp_cannot_count_any_more_is_refused(clock: Clock) -> None:
