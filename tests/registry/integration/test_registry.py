@@ -12,6 +12,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.headers import Mark
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, Registration, Ticket, Verdict
 from celery_rabbitdelay.registry.index import Filter
+from celery_rabbitdelay.registry.record import TaskState, record_of
 from celery_rabbitdelay.registry.registry import NOTE_MS, Earlier, Registry
 from celery_rabbitdelay.registry.store import KEYS_PER_CALL
 from tests.registry.integration.registering import (
@@ -212,6 +213,21 @@ def test_only_the_newest_of_many_tasks_under_one_key_runs_and_is_listed(registry
     assert registry.waiting_under(KEY) == ["row-4"]
     assert {each.task_id for each in registry.index.pending(Filter())} == {"row-4", "other"}
     assert verdicts(registry, rows) == [*[Verdict.SUPERSEDED] * 9, Verdict.RUN]
+
+
+def test_a_task_that_runs_in_the_end_was_not_dropped(registry: Registry) -> None:
+    older, newer = (keyed(registry, task_id, KEY) for task_id in ("older", "newer"))
+    registry.register([older, newer])
+    assert verdict(registry, older) is Verdict.SUPERSEDED
+    dropped = record_of(registry, "older")
+    assert dropped is not None
+    assert (dropped.state, dropped.key) == (TaskState.SUPERSEDED, KEY)
+    # Sent again under its id, and not registered.
+    again = sent("older", ticket=registry.ask([("older", "")])[0])
+    assert verdict(registry, again) is Verdict.RUN
+    run = record_of(registry, "older")
+    assert run is not None
+    assert run.state is TaskState.ARRIVED
 
 
 def test_an_order_never_falls_behind_that_of_the_newest_task(
