@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -163,6 +164,19 @@ def test_an_expired_job_is_closed_whoever_asks_first(registry: Registry) -> None
         at = now_ms()
         wait_for(lambda at=at: now_ms() > at + 1, "the expiry")  # type: ignore[misc]
         assert closed(partial(call, job)) == "aborted"
+
+
+def test_an_expired_job_leaves_the_list_of_open_jobs_when_another_one_is_opened(
+    registry: Registry,
+) -> None:
+    opened(registry, expires_ms=1)
+    other = next(name for name in map(str, count()) if shard_of(name) == shard_of(JOB))
+    expired_ms = registry.now_ms() + 1
+    wait_for(lambda: registry.now_ms() > expired_ms, "the end of the job")
+    opened(registry, other)
+    lists = registry.names.in_shards("open")
+    found = registry.store.commands(lambda pipe: [pipe.zrange(each, 0, -1) for each in lists])
+    assert [name for names in found for name in names] == [other]
 
 
 def test_a_job_lives_and_has_its_name_until_its_last_task_may_arrive(
