@@ -179,7 +179,7 @@ def test_a_summary_counts_each_kind_whatever_becomes_of_its_tasks(
             due_ms = message.due_ms + draw.randrange(1, 5) * MINUTE_MS
             registry.postpone(task_id, due_ms)
             waiting[task_id] = kind, message._replace(due_ms=due_ms)
-    instants = [now_ms(), START_MS + 20 * MINUTE_MS, START_MS + 40 * MINUTE_MS]
+    instants = [now_ms(), *(START_MS + each * MINUTE_MS for each in range(5, 70, 5))]
     told = {each.kind: each for each in index.summary(instants).kinds}
     for kind in kinds:
         dues = [message.due_ms for each, message in waiting.values() if each == kind]
