@@ -68,7 +68,7 @@ class Delays:
         app: The application; its configuration is read when it is first needed.
 
     Attributes:
-        recorder: Records metrics, once they are in use.
+        recorder: Passes counts and measurements to additions.
         fake_broker: Used instead of the broker in tests; None otherwise.
     """
 

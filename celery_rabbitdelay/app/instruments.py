@@ -91,7 +91,7 @@ class Recorder:
     """Passes recorded values to its listeners; without a listener, it does nothing.
 
     Attributes:
-        listeners: Functions of additions.
+        listeners: Functions of additions, which must not raise.
         gauges: For each gauge without labels, a function that returns its present value. A worker
             that serves metrics calls the functions at each collection.
     """

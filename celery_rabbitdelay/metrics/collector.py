@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from select import PIPE_BUF
-from threading import Thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from celery_rabbitdelay.app.delays import Delays
@@ -194,6 +194,10 @@ def _prometheus_metrics() -> dict[Instrument, object]:
     return metrics
 
 
+#: Threads that use the metrics of an application first share them.
+_FIRST_USE: Final = Lock()
+
+
 class HasMetrics:
     """Adds ``metrics`` to ``app.rabbitdelay``.
 
@@ -212,8 +216,9 @@ class HasMetrics:
             ImportError: The package ``prometheus-client`` is missing.
         """
         listeners = self._delays.recorder.listeners  # they outlive a reset, as this object does not
-        found = next((each for each in listeners if isinstance(each, Metrics)), None)
-        if found is None:
-            found = Metrics()
-            listeners.append(found)
+        with _FIRST_USE:
+            found = next((each for each in listeners if isinstance(each, Metrics)), None)
+            if found is None:
+                found = Metrics()
+                listeners.append(found)
         return found

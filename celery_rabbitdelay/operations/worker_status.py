@@ -1,4 +1,4 @@
-"""The status of a worker: its modules, how late its delayed tasks started, versions and settings.
+"""The status of a worker: its modules, how late its delayed tasks were, versions and settings.
 
 The control command ``rabbitdelay_status`` returns the status. Importing this module registers the
 command; the bootstep counts the tasks.
@@ -46,7 +46,7 @@ MAX_SETTING: Final = 500
 
 @dataclass
 class Step:
-    """The delayed tasks that started in one step.
+    """The delayed tasks that a worker gave to Celery to run in one step.
 
     Attributes:
         received: Their number.
@@ -63,7 +63,7 @@ NO_ARRIVALS: Final = Step()
 
 
 class Arrivals:
-    """The number and the lateness of a worker's delayed tasks, without those that do not run."""
+    """The number and the lateness of the delayed tasks that a worker gave to Celery to run."""
 
     def __init__(self) -> None:
         self._received = 0
@@ -71,7 +71,7 @@ class Arrivals:
         self._steps: dict[int, Step] = {}
 
     def __call__(self, values: Mapping[Instrument, float], *labels: str) -> None:
-        """Record how late a task starts; a listener of :class:`.Recorder`."""
+        """Record how late a task is; a listener of :class:`.Recorder`."""
         if LATENESS not in values:
             return
         (task, _), late, now = labels, values[LATENESS], _step_now()
@@ -86,7 +86,7 @@ class Arrivals:
         counts[bisect_left(BOUNDS, late)] += 1
 
     def status(self, in_full: bool = False) -> dict[str, object]:
-        """Return how many tasks have started, and their recent maximum lateness in seconds.
+        """Return the number of tasks, and their recent maximum lateness in seconds.
 
         Args:
             in_full: Whether to add the history of the last hour, the current minute first: tasks
@@ -115,12 +115,16 @@ def _step_now() -> int:
 
 
 class CountArrivals(RabbitMQStep):
-    """Counts a worker's delayed tasks, for its status."""
+    """Counts the delayed tasks of a worker's application in this process, for its status."""
 
-    def create(self, worker: Worker) -> None:
-        """Record every delayed task from now on."""
+    def start(self, worker: Worker) -> None:
+        """Begin to count."""
         worker.rabbitdelay_arrivals = Arrivals()
         worker.app.rabbitdelay.recorder.listeners.append(worker.rabbitdelay_arrivals)
+
+    def stop(self, worker: Worker) -> None:
+        """End counting."""
+        worker.app.rabbitdelay.recorder.listeners.remove(worker.rabbitdelay_arrivals)
 
 
 @inspect_command(name=COMMAND)

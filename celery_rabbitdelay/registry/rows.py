@@ -33,7 +33,8 @@ ASK_AFTER: Final = 0.05
 MORE_MS: Final = 7 * 86_400_000
 
 
-#: The call of a sent row, its message if the registry stores it, and the message's destination.
+#: The call of a sent row without its arguments, its message if the registry stores it, and the
+#: message's destination.
 Sent: TypeAlias = tuple[Call, Content | None, Delayed]
 
 
@@ -161,10 +162,10 @@ class RowRegistration:
         """
         if COPY in call.headers:
             message = content() if content is not None and self._wanted.track else None
-            self._sent[row] = call, message, delayed
+            self._sent[row] = call._replace(args=(), kwargs={}), message, delayed
 
     def _register(self, rows: Iterable[Sent]) -> None:
-        """Register confirmed rows. Compressing messages takes other threads no time."""
+        """Register confirmed rows; while it compresses messages, other threads run."""
         name, job = (self._task_name, self._wanted.job) if self._wanted.track else ("", "")
         registrations = [
             Registration(
@@ -196,13 +197,15 @@ class RowRegistration:
 
     def wait(self) -> None:
         """Wait until the registration that :meth:`flush` started has ended."""
-        if self._registering is not None:
-            self._registering.result()
-            self._registering = None
+        registering, self._registering = self._registering, None
+        if registering is not None:
+            registering.result()
 
     def close(self) -> None:
         """Register the confirmed rows, and end the threads."""
-        self.flush()
-        self.wait()
-        self._thread.shutdown()
-        self._asking.shutdown()
+        self._asking.shutdown(wait=False, cancel_futures=True)
+        try:
+            self.flush()
+            self.wait()
+        finally:
+            self._thread.shutdown()

@@ -29,6 +29,8 @@ from PIL import Image
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ATTEMPTS, DUE, FAILED_SINCE, FIRST_REASON, REASON
+from celery_rabbitdelay.operations import worker_status
+from celery_rabbitdelay.operations.worker_status import Step
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from celery_rabbitdelay.web import now
 from celery_rabbitdelay.web.options import hash_password
@@ -140,15 +142,15 @@ def nothing(*given: Any) -> None:
 
 def remember(sender: Any, **options: Any) -> None:
     """Let a worker remember an hour that it has not seen: pictures cannot wait for it."""
-    arrivals, chosen = sender.strategies.arrivals, random.Random(7)  # noqa: S311 - no secret
-    step = arrivals._at()
+    arrivals = sender.controller.rabbitdelay_arrivals
+    chosen, step = random.Random(7), worker_status._step_now()  # noqa: S311 - no secret
     for ago in range(1, 60):
         late = chosen.uniform(0.05, 0.4) + (6.0 - abs(ago - 24) if 20 < ago < 28 else 0)
-        arrivals._steps[step - ago] = chosen.randint(70, 110) + ago // 2, late
+        arrivals._steps[step - ago] = Step(chosen.randint(70, 110) + ago // 2, late)
     for name, task in TASKS.items():
         if task.queue != "search":
             bounds = [chosen.randint(200, 900), 40, 12, 9, 1, 0, 0, 0, 0, 0, 0, 0, 0]
-            arrivals._counts[name] = bounds
+            arrivals._steps[step - 1].by_task[name] = bounds
 
 
 def sent(*given: Any) -> list[tuple[datetime, float]]:
