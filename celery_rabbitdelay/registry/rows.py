@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.options import OwnOptions
@@ -33,11 +33,6 @@ ASK_AFTER: Final = 0.05
 MORE_MS: Final = 7 * 86_400_000
 
 
-#: The call of a sent row without its arguments, its message if the registry stores it, and the
-#: message's destination.
-Sent: TypeAlias = tuple[Call, Content | None, Delayed]
-
-
 class RowRegistration:
     """Registers rows once the broker has confirmed them, many in one round trip.
 
@@ -61,14 +56,12 @@ class RowRegistration:
         self._fail = fail
         self._joined_until_ms = 0
         self._job_id = ""
-        # One thread fetches all tickets: a later row has a later order.
-        self._asking = ThreadPoolExecutor(1, "rabbitdelay-tickets")
         self._thread = ThreadPoolExecutor(1, "rabbitdelay-register")
-        self._registering: Future[None] | None = None
+        self._registering: Future[list[str]] | None = None
         #: The unconfirmed rows, by number.
-        self._sent: dict[int, Sent] = {}
+        self._sent: dict[int, Registration] = {}
         #: The confirmed rows, in any order: only the order in their tickets matters.
-        self._confirmed: list[Sent] = []
+        self._confirmed: list[Registration] = []
 
     @property
     def shared_headers(self) -> OwnOptions:
@@ -101,8 +94,6 @@ class RowRegistration:
             work: The rows' numbers and calls; other values pass through unchanged.
         """
         batch: list[tuple[int, Call]] = []
-        # While the rows of a full batch are sent, the tickets of the next one are fetched.
-        before: Iterator[tuple[int, Call]] = iter(())
         began = 0.0
         for number, each in work:
             needs = isinstance(each, Call) and (self._wanted.track or KEY in each.headers)
@@ -111,32 +102,22 @@ class RowRegistration:
                 batch.append((number, each))
                 if len(batch) < ASKED and time.monotonic() - began < ASK_AFTER:
                     continue
-            asked, is_full, batch = self._ask(batch), len(batch) == ASKED, []
-            yield from before
-            before = asked
-            if not is_full:
-                yield from before
+            yield from self._with_tickets(batch)
+            batch = []
             if not needs:
                 yield number, each
-        asked = self._ask(batch)
-        yield from before
-        yield from asked
+        yield from self._with_tickets(batch)
 
-    def _ask(self, batch: list[tuple[int, Call]]) -> Iterator[tuple[int, Call]]:
-        """Start to fetch the tickets of calls; return the calls with their tickets."""
+    def _with_tickets(self, batch: list[tuple[int, Call]]) -> Iterator[tuple[int, Call]]:
+        if not batch:
+            return
         once = self._wanted.once
-        wanted = [
+        asked = [
             (call.task_id if call.has_id and not once else "", call.headers.get(KEY, ""))
             for _, call in batch
         ]
-        tickets = self._asking.submit(registry_of(self._delays).ask, wanted) if batch else None
-        return self._with_tickets(batch, tickets)
-
-    def _with_tickets(
-        self, batch: list[tuple[int, Call]], asked: Future[list[Ticket]] | None
-    ) -> Iterator[tuple[int, Call]]:
         try:
-            tickets = asked.result() if asked else ()
+            tickets = registry_of(self._delays).ask(asked)
         except RegistryUnavailable as error:
             self._fail([number for number, _ in batch], error)
             return
@@ -151,7 +132,7 @@ class RowRegistration:
         content: Callable[[], Content] | None,
         delayed: Delayed,
     ) -> None:
-        """Keep what the registration of a row that is being sent needs.
+        """Prepare the registration of a row that is being sent.
 
         Args:
             row: The row's number.
@@ -160,30 +141,26 @@ class RowRegistration:
                 so that the task cannot be moved to an earlier time.
             delayed: One row's message, and the destination of all rows.
         """
-        if COPY in call.headers:
-            message = content() if content is not None and self._wanted.track else None
-            self._sent[row] = call._replace(args=(), kwargs={}), message, delayed
-
-    def _register(self, rows: Iterable[Sent]) -> None:
-        """Register confirmed rows; while it compresses messages, other threads run."""
-        name, job = (self._task_name, self._wanted.job) if self._wanted.track else ("", "")
-        registrations = [
-            Registration(
-                *(call.task_id, call.headers[COPY], call.due.at_ms, "0.0"),
-                *(Ticket.of(call.headers), call.headers.get(KEY, ""), name, job),
-                "" if content is None else stored(delayed, content, call.due.tolerance_ms),
-                delayed.message.headers.queue or "",
-            )
-            for call, content, delayed in rows
-        ]
-        register_sent(registry_of(self._delays), registrations)
+        copy = call.headers.get(COPY)
+        if copy is None:
+            return
+        name = job = message = ""
+        if self._wanted.track:
+            name, job = self._task_name, self._wanted.job
+            if content is not None:
+                message = stored(delayed, content(), call.due.tolerance_ms)
+        ticket, key = Ticket.of(call.headers), call.headers.get(KEY, "")
+        self._sent[row] = Registration(
+            *(call.task_id, copy, call.due.at_ms, "0.0", ticket, key, name, job, message),
+            delayed.message.headers.queue or "",
+        )
 
     def ended(self, rows: Iterable[int], is_confirmed: bool) -> None:
         """Take the broker's answer about rows; register confirmed rows in batches."""
         for row in rows:
-            sent = self._sent.pop(row, None)
-            if sent is not None and is_confirmed:
-                self._confirmed.append(sent)
+            registration = self._sent.pop(row, None)
+            if registration is not None and is_confirmed:
+                self._confirmed.append(registration)
         if len(self._confirmed) >= BATCH:
             self.flush()
 
@@ -193,19 +170,16 @@ class RowRegistration:
             return
         self.wait()
         batch, self._confirmed = self._confirmed, []
-        self._registering = self._thread.submit(self._register, batch)
+        self._registering = self._thread.submit(register_sent, registry_of(self._delays), batch)
 
     def wait(self) -> None:
         """Wait until the registration that :meth:`flush` started has ended."""
-        registering, self._registering = self._registering, None
-        if registering is not None:
-            registering.result()
+        if self._registering is not None:
+            self._registering.result()
+            self._registering = None
 
     def close(self) -> None:
-        """Register the confirmed rows, and end the threads."""
-        self._asking.shutdown(wait=False, cancel_futures=True)
-        try:
-            self.flush()
-            self.wait()
-        finally:
-            self._thread.shutdown()
+        """Register the confirmed rows, and end the thread."""
+        self.flush()
+        self.wait()
+        self._thread.shutdown()
