@@ -1,10 +1,9 @@
 """Signatures with a delay, in groups, chains, chords and callbacks.
 
-Celery passes an option that it does not know, such as ``delay``, through its canvas unchanged. That
-goes wrong in two places. The options of a whole chord reach its body as well, which would wait a
-second time. And a signature that travels in another task's message, as a callback or as the
-remainder of a chain, may be sent by a worker that does not know ``delay``; and JSON cannot express
-a timedelta.
+Celery passes an option that it does not know, such as ``delay``, through its canvas unchanged.
+This fails in two places. The options of a whole chord reach its body as well, which would wait a
+second time. And a callback, or the remaining tasks of a chain, travel in another task's message:
+the worker that sends them may not know ``delay``, and JSON cannot express a timedelta.
 """
 
 from __future__ import annotations
@@ -160,10 +159,10 @@ def _drop_other_times(own: OwnOptions, given: Options) -> None:
 def restore_body_delay(options: Options, delay: Any) -> OwnOptions:
     """Return options in which the body of a chord has its own delay, not that of the whole chord.
 
-    Celery has given the options of the whole chord to the body, and gives them to each task of the
-    header as well, so that the two delays are equal. The body gets its own delay back. If
-    the body is not a :class:`DelayingSignature` (a group, chain or chord, or a signature made from
-    a task name only), its own delay is unknown, and it ends up with none.
+    Celery has copied the options of the whole chord to the body, and copies them to each task of
+    the header, so the two delays are equal. The body gets its own delay back. If the body is not a
+    :class:`DelayingSignature` (a group, chain or chord, or a signature made from a task name only),
+    its own delay is unknown, and the body loses it.
 
     Args:
         options: The options with which a task of the header is sent; they are not changed.
@@ -214,10 +213,10 @@ def _each(signatures: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def translate_delays(options: Options, delays: Delays) -> OwnOptions:
-    """Return options whose nested signatures have a delay that any worker understands.
+    """Convert the delays of nested signatures to a form that any worker understands.
 
-    That is ``countdown``, which every Celery knows, or ``delay`` in seconds if a countdown would
-    not wait in the levels.
+    This form is ``countdown``, which every Celery knows, or ``delay`` in seconds if a countdown
+    would not wait in the levels.
 
     Args:
         options: The options of a task that is about to be sent; they are not changed.
@@ -225,7 +224,7 @@ def translate_delays(options: Options, delays: Delays) -> OwnOptions:
 
     Raises:
         InvalidDelay: The delay of a nested signature is not finite.
-        InvalidDelayType: It is not a length of time.
+        InvalidDelayType: The delay of a nested signature is not a length of time.
         UnknownOption: An addition refuses an option of a nested signature.
     """
     translate = partial(_translate, delays=delays)

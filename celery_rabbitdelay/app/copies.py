@@ -1,13 +1,13 @@
-"""Copies: messages of a task's further calls, written like the first one, which Celery made.
+"""Copies: Celery makes a task's first message, and later calls are sent as copies of it.
 
 This file is an optimization; a reader can skip it. The messages of a task's calls with the same
 options differ in id, arguments and due time only. Celery makes the first message, which is the
 template of the next ones. Each send tries :meth:`Copies.send` first, which returns None if only
 Celery can make the message.
 
-A message may be copied while Celery would make the same one: no setting, queue, route, attribute of
-the task or receiver of a signal has changed, and no function but Celery's own has a part in it.
-Plain sends, rows and members of groups are copied, unless a running task sends them.
+A message may be copied while Celery would make the same message: no setting, queue, route,
+attribute of the task or receiver of a signal has changed, and only Celery's own functions take part
+in making it. Plain sends, rows and members of groups are copied, unless a running task sends them.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def capture(
         delays: The application's delay levels.
         task: The task, or its name.
         call: The call.
-        options: Further options of ``apply_async``.
+        options: Other options of ``apply_async``.
         headers: The registry's headers that all calls share.
         connection: The caller's own connection, which the message will be published over.
     """
@@ -129,19 +129,20 @@ def function_to_send(app: celery.Celery, task: TaskOrName) -> Callable[..., Resu
 
 
 class Template:
-    """Writes the messages of further calls like the first message, in Celery's protocol 2.
+    """Writes the messages of later calls like the first message, in Celery's protocol 2.
 
     Args:
         first: The producer that has the message of the first call.
         call: The first call.
-        options: Further options of ``apply_async``.
+        options: Other options of ``apply_async``.
 
     Attributes:
         producer: The producer of the first call, which knows the destination, its declaration, and
             the policy for publishing.
         ignores_result: Celery's option ``ignore_result``.
         label: The queue, for metrics.
-        can_write_again: Whether a call that was written as an item can be written as a message.
+        can_write_again: Whether a call that was written as an item can also be written as a
+            message.
     """
 
     can_write_again = True
@@ -185,7 +186,7 @@ class Template:
                 self._rest = ""
 
     def forget_arguments(self) -> None:
-        """Forget the arguments of the first call: a template is kept for long."""
+        """Forget the arguments of the first call, because a template is kept for a long time."""
         producer = self.producer
         producer.body = ((), {}, producer.body[2])
         message = producer.delayed.message._replace(body=b"")
@@ -505,8 +506,9 @@ class Copies:
         Args:
             task: The task, or its name.
             call: The call.
-            shared: Its options of :data:`SHARED`.
-            of_group: Its options of :data:`OF_GROUP`; for rows, the ``reply_to`` of the thread.
+            shared: The call's options that are in :data:`SHARED`.
+            of_group: The call's options that are in :data:`OF_GROUP`; for rows, the ``reply_to`` of
+                the thread.
             connection: The caller's own connection.
         """
         app = self._delays.app
@@ -541,12 +543,12 @@ class Copies:
     def _may_copy(self, task: Any) -> bool:
         """Return whether Celery makes a task's messages from data alone.
 
-        False if foreign code takes part: a router, a receiver of a signal, a subclass, or a
-        library's wrapper around Celery's functions. Also false if Celery sends an event with each
-        message, and in Celery's message protocol 1.
+        False if other code takes part: a router, a receiver of a signal, a subclass, or a library's
+        wrapper around Celery's functions. Also false if Celery sends an event with each message,
+        and in Celery's message protocol 1.
 
         Args:
-            task: The task; None for one that the application does not know.
+            task: The task; None if the application does not know it.
         """
         delays: Delays = self._delays
         app: Any = delays.app
@@ -598,12 +600,12 @@ _OF_A_TASK: Final = (
 def _message_fingerprint(app: Any, task: Any) -> tuple[object, ...]:
     """Return a fingerprint of everything that shapes a message, in a few microseconds.
 
-    It misses changes within a value of the configuration, which Celery has read already, and the
-    effects of routers and receivers, which :meth:`Copies._may_copy` rules out.
+    The fingerprint does not cover changes inside a value of the configuration, which Celery has
+    already read, or the effects of routers and receivers, which :meth:`Copies._may_copy` rules out.
 
     Args:
         app: The application.
-        task: The task; None for one that the application does not know.
+        task: The task; None if the application does not know it.
     """
     conf, amqp = app.conf, app.amqp
     router, queues = amqp.router, amqp.queues
@@ -638,12 +640,12 @@ def _is_plain(task: Any) -> bool:
 
 
 def _definers(instance: object, name: str) -> list[object]:
-    """Return which of an instance and its classes define a function, in their order."""
+    """Return the instance and the classes that define a function, in lookup order."""
     return [each for each in (instance, *type(instance).__mro__) if name in vars(each)]
 
 
 def _is_celerys(function: object) -> bool:
-    """Return whether a function is Celery's own, and not a wrapper that looks like it."""
+    """Return whether a function is Celery's own, and not a wrapper with its name."""
     if not isinstance(function, FunctionType) or not function.__module__.startswith("celery."):
         return False
     file = getattr(sys.modules.get(function.__module__), "__file__", None)

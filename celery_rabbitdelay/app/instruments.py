@@ -26,12 +26,13 @@ class Instrument:
     """An instrument, which Prometheus calls a metric.
 
     Attributes:
-        name: Its name without :data:`PREFIX`, and without the ``_total`` of Prometheus's counters.
+        name: The metric's name without :data:`PREFIX`, and without the ``_total`` of Prometheus's
+            counters.
         kind: Its kind.
-        help: Its meaning, in one sentence.
+        help: The metric's meaning, in one sentence.
         labels: The names of its labels.
         buckets: The upper bounds of a histogram's buckets, in seconds, without infinity.
-        is_observed: Whether its value is looked up at each collection, and not recorded by events.
+        is_observed: Whether the value is looked up at each collection, and not recorded by events.
     """
 
     name: str

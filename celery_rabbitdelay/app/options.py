@@ -39,7 +39,7 @@ BESIDE_STAMPS: Final = "rabbitdelay_options"
 
 
 class SendOptions(TypedDict, total=False):
-    """The options of a send except delay, countdown and eta, for type checkers; ours come first."""
+    """The options of a send except delay, countdown and eta, for type checkers."""
 
     tolerance: Delay
     confirm_timeout: float

@@ -3,8 +3,8 @@
 ``app.rabbitdelay.pipeline()`` opens such a block.
 
 A block belongs to the thread and the coroutine that opened it: a context variable holds the open
-blocks, and each block knows its owner. Celery sends the members of a group through a block of their
-own, or through the caller's.
+blocks, and each block knows its owner. Celery sends the members of a group through a separate
+block, or through the caller's open block.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PublishedTask(NamedTuple):
 
 
 class TaskPipeline:
-    """The delayed sends of one block.
+    """The delayed sends of one ``pipeline()`` block.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
@@ -153,7 +153,7 @@ class TaskPipeline:
 
     @contextmanager
     def lent(self) -> Iterator[Publisher]:
-        """Confirm all messages and lend the publisher; until it is back, no send uses the block."""
+        """Confirm all messages and lend the publisher; meanwhile, no send uses the block."""
         self._confirm()
         assert self._publisher is not None
         self._is_usable = False
@@ -212,7 +212,7 @@ class TaskPipeline:
         """Count the tasks that have an outcome, and send ``delayed`` for the confirmed ones.
 
         Not called while the broker's answers are read, because a receiver of the signal may send.
-        Tasks that get their outcome during such a send are left to the outermost call.
+        The outermost call handles tasks that get their outcome during such a send.
         """
         if self._is_noting:
             return
@@ -345,7 +345,7 @@ def group_pipeline(
     Args:
         delays: The application's ``app.rabbitdelay``.
         acquiring: Celery's context, which returns the producer.
-        is_given: Whether the caller has given the producer.
+        is_given: Whether the caller has passed the producer.
 
     Raises:
         RabbitDelayError: A member is not confirmed: its own error, whose chain of causes ends with
@@ -396,7 +396,7 @@ def _with_last_cause(error: ErrorT, cause: BaseException) -> ErrorT:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and its causes, each of them once."""
+    """Return an error and its causes, without repetitions."""
     chain, seen = [error], {id(error)}
     while (cause := chain[-1].__cause__) is not None and id(cause) not in seen:
         chain.append(cause)

@@ -340,7 +340,7 @@ class Settings(SettingsGroup):
 
     @cached_property
     def signing_keys(self) -> SigningKeys | None:
-        """The keys that sign and verify messages; None if there are none."""
+        """The keys that sign and verify messages; None without a signing key."""
         return None if self.signing_key is None else SigningKeys(self.signing_key)
 
     @property
@@ -360,8 +360,8 @@ class Settings(SettingsGroup):
         """Refuse a delay that is too long for the modules that workers serve.
 
         Raises:
-            DelayTooLong: It is above the layout's capacity, and ``modules`` lacks check-in.
-            InvalidDelay: It is longer than 100 years.
+            DelayTooLong: The delay is above the layout's capacity, and ``modules`` lacks check-in.
+            InvalidDelay: The delay is longer than 100 years.
         """
         if CHECK_IN not in self.modules:
             self.topology.layout.check_capacity(due.delay_ms)
@@ -382,7 +382,7 @@ def _layout_of(value: Any, tick: float) -> Layout:
 
 
 def read_settings(configuration: Mapping[str, object], namespace: str | None = None) -> Groups:
-    """Read and check our keys in a Celery configuration.
+    """Read and check this package's keys in a Celery configuration.
 
     Args:
         configuration: ``app.conf``, or any mapping.
@@ -392,7 +392,8 @@ def read_settings(configuration: Mapping[str, object], namespace: str | None = N
         The kernel's group, and the groups of the additions that have a key in the configuration.
 
     Raises:
-        InvalidSetting: A key is unknown, or Celery does not read it, or its value is invalid.
+        InvalidSetting: A key is unknown, has an invalid value, or is written so that Celery ignores
+            it.
     """
     keys = _keys(configuration, namespace)
     by_group: dict[type[SettingsGroup], dict[str, str]] = {Settings: {}}

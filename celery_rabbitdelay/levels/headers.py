@@ -1,11 +1,11 @@
 """The headers of a message: their names, and which values are valid. Pure.
 
-The headers of a message that arrives are not trusted: another client, another version or an
-attacker may have written them. This file alone decides which values are valid. :func:`parse` reads
-headers once, and all other code works with :class:`DelayHeaders`. An invalid header counts as
-missing: distribution refuses the message, and a worker ignores the header. :mod:`.limits` decides
-where a message may go and what it may cost, and :mod:`.checkin` which tasks a client may send.
-Three parties set or see headers:
+The headers of an arriving message are not trusted: another client, another version or an attacker
+may have written them. This file alone decides which values are valid. :func:`parse` reads headers
+once, and all other code works with :class:`DelayHeaders`. An invalid header counts as missing:
+distribution refuses the message, and a worker ignores the header. :mod:`.limits` decides where a
+message may go and what it may cost, and :mod:`.checkin` which tasks a client may send. Three
+parties set or see headers:
 
 - A client of check-in sets :data:`X_DELAY` and :data:`EXCHANGE`; see :func:`of_client`.
 - A producer with permission to publish to the levels may set every header. With a signing key,
@@ -193,9 +193,9 @@ class EarlyHeader(NamedTuple):
 
     Attributes:
         times: How often the message was put back.
-        until_ms: When it is to leave the levels again, in milliseconds since 1970-01-01 UTC; 0 for
-            its due time. The two differ if the rest of the delay is above the capacity, or if the
-            registry has put back a due message.
+        until_ms: When the message leaves the levels again, in milliseconds since 1970-01-01 UTC; 0
+            for its due time. These times differ if the remaining delay is above the capacity, or if
+            the registry has put back a due message.
         exchange: The exchange that the task's consumer sees; None for the message's own.
         routing_key: The routing key that the task's consumer sees; None for the message's own.
     """
@@ -241,13 +241,13 @@ MAX_FORMER: Final = 16
 
 
 class Mark(NamedTuple):
-    """Distinguishes the arrivals of the messages of a task of which only one may run.
+    """Distinguishes the arrivals of a task's messages, if only one message of the task may run.
 
     Attributes:
         name: The message's name, which it keeps when it is put back or when RabbitMQ copies it.
         generation: How often the message was put back.
-        former: The names of the arrivals that have put the message back. One of them may have been
-            allowed to run.
+        former: The names of the arrivals that have put the message back. One of these arrivals may
+            have been allowed to run.
     """
 
     name: str = ""
@@ -263,7 +263,7 @@ class Mark(NamedTuple):
         return cls(name, int(more[0]), tuple(more[1:])[-MAX_FORMER:])
 
     def after(self, arrival: str) -> Self:
-        """Return the mark with one more former arrival."""
+        """Return the mark with one more name in ``former``."""
         return self._replace(former=(*self.former, arrival)[-MAX_FORMER:])
 
     @property
@@ -335,8 +335,8 @@ class DelayHeaders(NamedTuple):
     def signed(self) -> tuple[object, ...]:
         """The values that a signature covers apart from :attr:`registry`.
 
-        They do not change while the message waits. Adding a value here, or changing the order,
-        invalidates the signatures of all waiting messages.
+        These values do not change while the message waits. Adding a value here, or changing the
+        order, invalidates the signatures of all waiting messages.
         """
         return (
             *(self.exchange, self.routing_key, self.queue, self.due_ms, self.priority),
@@ -380,7 +380,7 @@ def is_int(value: object, least: int, most: int) -> TypeGuard[int]:
 
 
 def is_digits(value: object, most: int) -> TypeGuard[str]:
-    """Return whether a value is a text of digits for a number of at most ``most``."""
+    """Return whether a value is a text of decimal digits, and its number is at most ``most``."""
     if not isinstance(value, str) or len(value) > len(str(most)):
         return False
     return value.isascii() and value.isdigit() and int(value) <= most
@@ -437,9 +437,9 @@ def parse(headers: Mapping[str, object]) -> tuple[DelayHeaders, dict[str, str]]:
 
     Returns:
         The parsed headers, without the invalid ones; and a description of the problem, by the name
-        of the invalid header. No description is made for :data:`VERSION`, which
+        of the invalid header. There is no description for :data:`VERSION`, which
         :func:`later_version` checks, for the values in the table of :data:`EARLY`, for a header
-        that is None, and for an own header of an unknown name, which is dropped. Failures count
+        that is None, and for an unknown ``rabbitdelay-*`` header, which is dropped. Failures count
         only if all three headers are valid.
     """
     valid: dict[str, Any] = {}
@@ -501,7 +501,7 @@ def later_version(headers: Mapping[str, object], content_type: object) -> str | 
 
 
 def refuse_sender_selected(headers: Mapping[str, object]) -> None:
-    """Refuse a message whose headers name further routing keys.
+    """Refuse a message whose headers name additional routing keys.
 
     Raises:
         UnprocessableMessage: The message has such a header.
@@ -516,7 +516,7 @@ def refuse_sender_selected(headers: Mapping[str, object]) -> None:
 def of_client(headers: Mapping[str, object]) -> dict[str, object]:
     """Return the headers of a client's message that the client may set.
 
-    Of the own headers, only two stay: the exchange, which the client may name, and the version,
+    Only two headers of this package stay: the exchange, which the client may name, and the version,
     which check-in checks. The broker's headers are removed too, because RabbitMQ up to 3.13 trusts
     their values.
     """
@@ -570,7 +570,7 @@ def own(headers: Mapping[str, object]) -> dict[str, object]:
 
 
 def drop_own(headers: dict[str, Any]) -> None:
-    """Remove our own headers, also nested ones, from a message that has not been in the levels."""
+    """Remove this package's headers, at any depth, from a message that was never in the levels."""
     table: object = headers
     while isinstance(table, dict):
         for name in [name for name in table if name[:_PREFIX_LENGTH] in _PREFIXES]:

@@ -128,7 +128,7 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short word that is the same for two layouts if, and only if, they are equal."""
+        """A short word that identifies the layout: only equal layouts have the same word."""
         levels = [(level.unit, level.multiple, level.base, level.unit_ms) for level in self.levels]
         text = json.dumps([levels, self.zeros])
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"

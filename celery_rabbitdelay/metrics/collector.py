@@ -41,18 +41,18 @@ PATIENCE: Final = 1.0
 
 
 class Metrics:
-    """The metrics of this process, counted from the first access on.
+    """The metrics of this process, counted from the first access to this attribute.
 
-    This is a collector of ``prometheus_client``: ``REGISTRY.register(app.rabbitdelay.metrics)``
-    adds it to the metrics that a process already serves. A worker needs only
-    ``rabbitdelay_metrics_port``.
+    The object is a collector of ``prometheus_client``:
+    ``REGISTRY.register(app.rabbitdelay.metrics)`` adds it to the metrics that a process already
+    serves. A worker needs only ``rabbitdelay_metrics_port``.
 
     A forked process starts at zero and counts for itself. If a worker serves metrics, the processes
     of its pool send their counts to the worker.
 
     Attributes:
-        children: Receives the counts of processes that are forked from now on; None if they count
-            for themselves.
+        children: Receives the counts of processes that are forked from now on; None if each process
+            counts for itself.
 
     Raises:
         ImportError: The package ``prometheus-client`` is missing.
@@ -92,7 +92,7 @@ class Metrics:
                 metric.inc(value)
 
     def observe(self, source: Observe = tuple) -> None:
-        """Set the source of observed metrics, which is read at every collection."""
+        """Set the function that returns observed metrics; it is called at every collection."""
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
@@ -151,11 +151,11 @@ class ChildCounts:
         self._thread = Thread(target=self._read, name="rabbitdelay-counts", daemon=True)
 
     def start(self) -> None:
-        """Start to read, in the worker."""
+        """Start reading the pipe, in the worker."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Read the rest, and close the pipe."""
+        """Read the remaining counts, and close the pipe."""
         self._writing.send_bytes(b"")
         self._thread.join(PATIENCE)
         self._writing.close()

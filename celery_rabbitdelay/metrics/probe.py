@@ -52,7 +52,7 @@ class Probe(NamedTuple):
 
     Attributes:
         level: The level's name, or :data:`ROUTE`.
-        due: When it has to arrive, in seconds of :func:`time.monotonic`.
+        due: When the probe has to arrive, in seconds of :func:`time.monotonic`.
         behind: The queue in which a message ahead of it would hold it up; None if all messages of
             its queue wait equally long.
     """
@@ -67,8 +67,9 @@ class ProbeService(Service):
     """Sends probes through the levels, in one worker at a time.
 
     RabbitMQ delivers the messages in the queue of probes to a single consumer. The service that
-    receives a message is therefore active, and sends a round of probes every minute. It holds a
-    message, the token, which the broker delivers to the next consumer if this one is lost.
+    receives a message is therefore active, and sends a round of probes every minute. The service
+    holds one message, the token; if the service is lost, the broker delivers the token to the next
+    consumer.
 
     Attributes:
         topology: The levels.
@@ -164,7 +165,7 @@ class ProbeService(Service):
         ]
 
     def _empty(self, routes: list[Route], asking: Channel) -> list[Route]:
-        """Return routes whose first queue is empty: messages ahead would hold up the probe."""
+        """Return routes whose first queue is empty: earlier messages would hold up the probe."""
         found = find_queues(asking, [route.stops[0] for route in routes])
         pairs = zip(routes, found, strict=True)
         return [route for route, counts in pairs if counts is not None and not counts[0]]

@@ -44,13 +44,14 @@ State: TypeAlias = Literal["ready", "full", "silent"]
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Destination:
-    """A destination's messages in flight, and its limit.
+    """A destination's messages in flight, and their maximum number.
 
     Attributes:
         sent: The send time of every message in flight, the oldest first.
         is_silent: Whether its last message timed out: it gets one message at a time.
         slow_until: Until when it is limited to :data:`MAX_UNANSWERED` messages in flight.
-        limit: The maximum of messages in flight; reset if it was not reached lately.
+        limit: The maximum number of messages in flight; reset if the maximum was not reached
+            lately.
         full_at: When the limit was last reached.
     """
 
@@ -66,8 +67,8 @@ class AnswerTimes:
     """The messages in flight per destination, and the destinations that do not answer.
 
     RabbitMQ confirms a message for a quorum queue once a majority of its replicas has the message.
-    While a queue has no majority, RabbitMQ sends neither an ack nor a nack. A new connection
-    changes nothing about that, so the state of destinations outlives a connection.
+    While a queue has no majority, RabbitMQ sends neither an ack nor a nack. A new connection does
+    not change this, so the state of destinations outlives a connection.
 
     Attributes:
         clock: Returns seconds, as :func:`time.monotonic`.
@@ -102,7 +103,7 @@ class AnswerTimes:
             known.limit = min(known.limit + 1, MAX_PROMPT) if is_prompt else MAX_UNANSWERED
 
     def state_of(self, destination: str, broker_silent_for: float) -> State:
-        """Return the state of a destination: ready, full or silent.
+        """Return the state of a destination: ready, full (at its limit) or silent (no answers).
 
         If the broker is slow for all destinations, answers come in the order of sending. So a
         destination is silent if a message for another one, sent a second later, is answered
@@ -136,7 +137,7 @@ class AnswerTimes:
         known.slow_until = self.clock() + SLOW_FOR
 
     def give_up_if_stuck(self, broker_silent_for: float) -> list[str]:
-        """Return the destinations that may have made the broker stop reading; mark them as silent.
+        """Mark as silent, and return, the destinations that may have made the broker stop reading.
 
         Args:
             broker_silent_for: Seconds since the broker's last answer about any destination.

@@ -78,12 +78,12 @@ class ModuleConsumer:
     """Serves a module on one connection.
 
     A message is acknowledged once all messages published for it are confirmed. If anything fails
-    before, the broker redelivers the message. A message that its destination does not take goes
-    back into the levels, so that no other message waits for it; see :class:`.Redelivery`.
+    before that, the broker redelivers the message. A message that its destination does not accept
+    goes back into the levels, so that it does not hold up other messages; see :class:`.Redelivery`.
 
     While messages are redelivered, prefetch count and window are 1. If one of the messages crashes
-    the worker, only its delivery count grows, until the delivery limit dead-letters it to
-    ``undeliverable``.
+    the worker, the delivery count of this message alone grows, until the delivery limit
+    dead-letters it to ``undeliverable``.
 
     Args:
         service: The service of the module.
@@ -180,7 +180,7 @@ class ModuleConsumer:
         self._loop.use(channel)
 
     def _grow(self, silent_for: float) -> None:
-        """Raise prefetch count and window: to the module's, then further while nothing is answered.
+        """Raise prefetch count and window to the module's values, then higher without answers.
 
         While messages are redelivered, the first raise waits until a message gets no answer.
         """
@@ -266,13 +266,13 @@ class Service(ABC):
     """A thread with its own connection, which is reopened after a loss.
 
     Attributes:
-        name: Its name, for the log.
-        timeout: Seconds that an answer of the broker may take.
+        name: The service's name, for the log.
+        timeout: Maximum seconds for an answer of the broker.
         max_bytes: The largest message that is read.
         connection: The template of its connections.
         declare: Called with every new connection, to declare the queues that it needs.
         on_lost: Called when an open connection is lost, or serving on it fails.
-        stopping: Set to stop taking messages.
+        stopping: Set this event to stop receiving messages.
     """
 
     connection: Connection
@@ -291,7 +291,7 @@ class Service(ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop taking messages, finish the unsettled ones, and end the thread."""
+        """Stop receiving, finish the unsettled messages, and end the thread."""
         self.stopping.set()
         self._thread.join(STOP_TIMEOUT)
 
@@ -302,7 +302,7 @@ class Service(ABC):
     @property
     @abstractmethod
     def _progress(self) -> int:
-        """A count that grows while the service does its work."""
+        """A count that grows while the service works."""
 
     @abstractmethod
     def _serve_on(self, connection: Connection) -> bool:

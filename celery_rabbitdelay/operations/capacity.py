@@ -1,4 +1,4 @@
-"""``celery rabbitdelay capacity``: estimate what a number of waiting tasks takes of RabbitMQ."""
+"""``celery rabbitdelay capacity``: estimate RabbitMQ's resources for a number of waiting tasks."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Load(NamedTuple):
     """The tasks of an application.
 
     Attributes:
-        tasks: How many wait at a time.
-        rate: How many are sent, and come due, per second.
-        per_message: How many an envelope holds on average; 1 for none.
-        argument_bytes: The size of their arguments, beyond a number or two.
+        tasks: How many tasks wait at the same time.
+        rate: How many tasks are sent, and come due, per second.
+        per_message: How many tasks an envelope holds on average; 1 without envelopes.
+        argument_bytes: The size of the tasks' arguments in bytes, beyond a number or two.
         longest: The longest delay, in seconds. All delays up to it are equally frequent.
     """
 
@@ -76,7 +76,7 @@ class Capacity(NamedTuple):
         disk_bytes: Disk per node.
         memory_bytes: Memory per node.
         cores: Busy cores per node.
-        busiest_share: The share of the messages that pass the busiest queue, without shards.
+        busiest_share: The fraction of all messages that pass the busiest queue, without shards.
         shards: The number of shards that the rate needs.
     """
 
@@ -173,7 +173,7 @@ _number: Final = shared.ParameterType("number", _count)
 )
 @shared.topology_options()
 def capacity(nodes: int, load: Load, **options: object) -> None:
-    """Estimate what waiting tasks take of RabbitMQ. No broker is contacted."""
+    """Estimate RabbitMQ's resources for waiting tasks. No broker is contacted."""
     topology = shared.topology(options)
     found = capacity_of(load, topology.layout, nodes)
     shared.answer(found._asdict(), _lines(found, load, topology))

@@ -66,8 +66,8 @@ _PREFIX: Final = "@name@"
 def as_terraform(topology: Topology, vhost: str = "/") -> str:
     """Return the text of a Terraform module, ``main.tf``.
 
-    Its inputs are ``name``, ``vhost`` and ``max_delay``. Its ``locals`` hold the exchanges, queues
-    and bindings, named without the prefix, as JSON, which is valid HCL.
+    The module's inputs are ``name``, ``vhost`` and ``max_delay``. Its ``locals`` hold the
+    exchanges, queues and bindings as JSON, which is valid HCL; their names lack the prefix.
 
     Args:
         topology: The topology; its prefix is the default of the input ``name``.

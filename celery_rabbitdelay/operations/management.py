@@ -93,11 +93,11 @@ class ManagementAPI:
         """Return the API's answer for a path.
 
         Args:
-            *path: The words of the path behind ``/api``; they are quoted.
+            *path: The parts of the path after ``/api``, which this method quotes.
             **query: The query.
 
         Raises:
-            ManagementUnavailable: The API does not answer with JSON, or refuses.
+            ManagementUnavailable: The API refuses, or its answer is not JSON.
         """
         with self._asked(path, urlencode(query)) as answer:
             return json.load(answer)
@@ -111,7 +111,7 @@ class ManagementAPI:
             **values: The entity's properties.
 
         Raises:
-            ManagementUnavailable: The API does not answer, or refuses.
+            ManagementUnavailable: The API does not answer, or refuses the request.
         """
         with self._asked(path, method=method, body=json.dumps(values).encode()):
             pass
@@ -136,7 +136,7 @@ class ManagementAPI:
 
 
 def management_api(connection: Connection, url: str | None = None) -> ManagementAPI:
-    """Return the API at a URL; None: at the broker's host and the default port, with AMQP's user.
+    """Return the API at a URL, or at the broker's host and the default port, with AMQP's user.
 
     Args:
         connection: A connection to the broker; if the broker has several hosts, an open one, whose

@@ -35,9 +35,9 @@ class Pace(NamedTuple):
     """Options of a move.
 
     Attributes:
-        timeout: Seconds for an answer of a broker, and for the target to come back.
-        rate: The most messages that are moved a second.
-        dry_run: Whether to count the messages, and move none.
+        timeout: Maximum seconds for an answer of a broker, and for the target to come back.
+        rate: The maximum number of messages to move per second.
+        dry_run: Whether to count the messages without moving them.
     """
 
     timeout: float

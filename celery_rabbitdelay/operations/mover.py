@@ -1,8 +1,8 @@
 """Moves messages from queues to another place: publish, wait for the confirm, acknowledge.
 
 The commands migrate, transfer, adopt, redrive and purge each supply a conversion. If the process
-dies, the broker requeues the unacknowledged messages. The target may have confirmed some of them
-already; they then exist twice. No message is lost, and the move can be started again.
+dies, the broker requeues the unacknowledged messages. Messages that the target has already
+confirmed then exist twice. No message is lost, and the move can be started again.
 
 Messages that a consumer of a quorum queue holds do not expire. Therefore the remaining delay of a
 message is computed from its due time when it is published. :class:`Destinations` binds the
@@ -183,7 +183,7 @@ class Moved:
 
 
 def counted_as(reason: str, known: Collection[str]) -> str:
-    """Return the reason, or :data:`OTHER_REASONS` if there are too many already."""
+    """Return the reason, or :data:`OTHER_REASONS` if there are too many reasons already."""
     return reason if reason in known or len(known) < MOST_REASONS else OTHER_REASONS
 
 
@@ -197,13 +197,13 @@ class Mover:
         target: Where the messages go.
         convert: Returns what to publish for a message.
         timeout: Seconds for an answer of a broker, and for the target to confirm a message.
-        rate: The most messages that are published a second.
-        limit: The most messages that are moved; None for all.
-        looked_at: The most messages that are read, so that a message that comes back at once is not
-            moved twice; None for all.
-        dry_run: Whether to count the messages, and publish none.
+        rate: The maximum number of messages to publish per second.
+        limit: The maximum number of messages to move; None for all.
+        looked_at: The maximum number of messages to read, so that a message that comes back at once
+            is not moved twice; None for all.
+        dry_run: Whether to count the messages without publishing them.
         result: The counts of the messages moved so far.
-        stopping: Set to end the move; messages in flight are confirmed first.
+        stopping: Set this event to end the move; messages in flight are confirmed first.
     """
 
     source: Connection
@@ -335,7 +335,8 @@ class Mover:
     def _publication(self, message: amqp.Message) -> Publication | None:
         """Return what to publish for a message; None if it stays, or is deleted.
 
-        The publication's context is the message, and the reason if it is undeliverable, else "".
+        The publication's context is the message, and the reason if the message is undeliverable,
+        else "".
         """
         content, reason = None, ""
         try:

@@ -1,8 +1,8 @@
 """Converts an undeliverable message into the message that is published again.
 
-Anybody who can publish to an exchange of the levels can put a message into ``undeliverable``, with
-any headers. Therefore a message is only redriven to a destination that the application allows, and
-only headers with valid values are kept.
+Any client that can publish to an exchange of the levels can put a message with any headers into
+``undeliverable``. Therefore a message is only redriven to a destination that the application
+allows, and only headers with valid values are kept.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Redriving:
     Attributes:
         producer: Signs the messages and computes their routes; it publishes nothing.
         allowed: The allowed destinations.
-        checkin_allowed: The allowed destinations of messages that check-in never accepted; None:
+        checkin_allowed: The allowed destinations of messages that check-in never accepted; None for
             the same as ``allowed``.
         trusts_clients: Whether to skip check-in's checks of task messages; see
             ``rabbitdelay_checkin_trusted``.
         queues: The queues that the application knows, by their names.
-        delay_ms: The shortest delay of a message, in milliseconds; None: until it is due.
-        to: The queue for all messages; None: every message goes to its own destination. The queue
+        delay_ms: The minimum delay of a message, in milliseconds; None to wait until it is due.
+        to: The queue for all messages; None to send every message to its own destination. The queue
             need not be an allowed destination, but must not belong to the levels, to the broker or
             to Celery.
         max_attempts: How often a message may be redriven, including this time.
@@ -107,7 +107,7 @@ class Redriving:
 
         Raises:
             UnprocessableMessage: The message has to stay in ``undeliverable``.
-            Stay: The message has to stay: no worker serves a module that it needs.
+            Stay: The message has to stay, because it needs a module that no worker serves.
         """
         headers, key = headers_of(message), message.delivery_info["routing_key"]
         later = header_names.later_version(headers, message.properties.get("content_type"))
@@ -166,8 +166,8 @@ class Redriving:
     def _count(self, parsed: header_names.DelayHeaders, problems: Mapping[str, str]) -> int:
         """Return how often the message was already redriven.
 
-        A client may publish a message anew without the header, which cannot be detected. If the
-        header has a value that this package never writes, the message stays.
+        A client can publish a copy of the message without the header; this cannot be detected. If
+        the header has a value that this package never writes, the message stays.
         """
         if header_names.REDRIVEN in problems:
             raise UnprocessableMessage(problems[header_names.REDRIVEN])
@@ -272,9 +272,9 @@ class Redriving:
 def _as_checked_in(headers: Headers) -> dict[str, object]:
     """Return the headers of a message that check-in never accepted, without untrusted ones.
 
-    Keep the headers that a client may set, without its delay, and the routing key, which check-in
-    has added. If the broker dead-lettered the message from check-in's queue, its client may have
-    written the routing key, which is then dropped.
+    The remaining headers are those that a client may set, except the delay, and the routing key
+    that check-in has added. If the broker dead-lettered the message from check-in's queue, its
+    client may have written the routing key, which is then dropped.
     """
     names = ["x-death", header_names.REDRIVEN]
     if "x-death" not in headers:
@@ -286,7 +286,7 @@ def _as_checked_in(headers: Headers) -> dict[str, object]:
 
 
 def _redirected(envelope: OpenedEnvelope) -> bytes:
-    """Return an envelope's body without the destinations of its messages."""
+    """Return an envelope's body without the destinations of the messages in it."""
     names = (header_names.EXCHANGE, header_names.ROUTING_KEY)
 
     def without(given: Headers) -> dict[str, object]:

@@ -1,8 +1,8 @@
-"""Takes messages from queues, to read them or to move them.
+"""Consumes messages from queues, to read them or to move them.
 
 AMQP cannot read a message and leave it in its queue. Therefore a message is consumed, stays
 unacknowledged while it is read or published elsewhere, and is then acknowledged or requeued. If the
-process dies meanwhile, the broker requeues the message.
+process dies before that, the broker requeues the message.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LOST: Final = (OSError, amqp.AMQPError)
 
 
 class Source:
-    """Takes messages from queues, on a connection with one channel; raises :data:`LOST`.
+    """Consumes messages from queues, on a connection with one channel; raises :data:`LOST`.
 
     The name of a message's queue is ``message.delivery_info["queue"]``; its body is bytes.
 
@@ -74,7 +74,7 @@ class Source:
         connection: The connection.
         channel: Its channel.
         frame_max: The largest frame, in bytes.
-        received: Messages that have arrived and were not taken yet.
+        received: Messages that have arrived and were not returned by :meth:`take` yet.
         to_acknowledge: The delivery tags for the next :meth:`acknowledge`.
     """
 
@@ -154,7 +154,7 @@ class Source:
 
         Args:
             queue: Its name.
-            limit: The most messages to read.
+            limit: The maximum number of messages to read.
 
         Raises:
             amqp.exceptions.NotFound: The queue does not exist.

@@ -48,7 +48,7 @@ def _tell_removal(report: read.RemovalReport, done: str, dry_run: bool) -> None:
     Args:
         report: The report.
         done: The action, as a participle: "deleted" or "redriven".
-        dry_run: Whether the action was left out.
+        dry_run: Whether the action was only simulated.
     """
     would = "would be " if dry_run else ""
     line = (
@@ -67,7 +67,7 @@ def _tell_removal(report: read.RemovalReport, done: str, dry_run: bool) -> None:
 
 
 def _printable(text: str) -> str:
-    """Escape control characters and line feeds in a text that a stranger may have written."""
+    """Escape control characters and line feeds in an untrusted text."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 

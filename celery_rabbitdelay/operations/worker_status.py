@@ -63,7 +63,7 @@ NO_ARRIVALS: Final = Step()
 
 
 class Arrivals:
-    """The number and the lateness of a worker's delayed tasks, without those that do not run."""
+    """The number and the lateness of a worker's delayed tasks that have started."""
 
     def __init__(self) -> None:
         self._received = 0

@@ -1,9 +1,10 @@
 """The publish loop, which keeps many messages in flight until each has its outcome.
 
-Its source is an iterator in a publisher, and a consumer in a module. The loop keeps the window
-full, resends nacked messages after a pause, declares the topology again for a returned message,
-gives up messages after their timeout, and finds the message that made the broker close the channel.
-It knows one channel at a time; after a lost connection, its owner opens the next channel.
+In a publisher, an iterator supplies the messages; in a module, a consumer does. The loop keeps the
+window full and resends nacked messages after a pause. For a returned message, it declares the
+topology again. It gives up messages after their timeout, and finds the message that made the broker
+close the channel. The loop uses one channel at a time; after a lost connection, its owner opens the
+next channel.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ class PublishPolicy(NamedTuple):
     Attributes:
         timeout: Seconds for one message, from connecting through resends to the confirm.
         resends: Maximum resends of one message after a nack, and maximum consecutive lost
-            connections. None: no limit but the timeout.
-        backoff: Seconds before the first resend, the step, and the maximum.
+            connections. None for no limit except the timeout.
+        backoff: The seconds before the first resend, the increment, and the maximum.
         window: The maximum number of messages in flight.
-        reconnects: Maximum further attempts to connect after a failed one, which together take at
-            most the connection's ``connect_timeout``. None: no limit but ``resends`` and the
-            timeout.
+        reconnects: The maximum number of attempts to connect after a failed attempt; together they
+            take at most the connection's ``connect_timeout``. None for no limit except ``resends``
+            and the timeout.
     """
 
     timeout: float = 30.0
@@ -126,8 +127,8 @@ class PublishLoop:
             without a deadline gets one from the policy's timeout.
         policy: The timeout and the resends of each message.
         done: Called with each message that is confirmed or has an error.
-        redeclare: Declares the topology again if no queue takes a message, or an exchange does not
-            exist. The message is then sent once more. None: the message fails.
+        redeclare: Declares the topology again if a message is returned, or an exchange does not
+            exist. The message is then sent once more. None to let the message fail.
 
     Attributes:
         policy: The policy.
@@ -191,7 +192,7 @@ class PublishLoop:
         return bool(self._queued) and self._queued[0][0] <= time.monotonic()
 
     def add(self, publication: Publication) -> None:
-        """Queue a message that is not from the source, behind the messages ready to be sent."""
+        """Queue a message that is not from the source, after the messages ready to be sent."""
         publication.deadline = time.monotonic() + self.policy.timeout
         self._queue(publication, time.monotonic())
 
@@ -200,7 +201,7 @@ class PublishLoop:
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the last progress, if messages are in flight and not blocked; else 0."""
+        """Seconds since the last progress while unblocked messages are in flight, else 0."""
         channel = self.channel
         if not channel.unconfirmed or channel.blocked is not None:
             return 0.0
@@ -232,8 +233,7 @@ class PublishLoop:
         Args:
             timeout: Maximum seconds for writing; None: until the oldest message's deadline.
 
-        Returns:
-            Whether it returned because of the time, so that more messages may be ready.
+        Returns: Whether time was up, so that more messages may be ready.
         """
         if self._must_redeclare:
             self._ensure_declared(self._redeclare, self.next_waiting, again=True)
@@ -343,7 +343,7 @@ class PublishLoop:
         return publication
 
     def excuse(self, seconds: float) -> None:
-        """Extend all deadlines by the seconds during which no answers could be read."""
+        """Extend all deadlines by the seconds in which no answers could be read."""
         self._progress += seconds
         in_flight = self._channel.unconfirmed.values() if self._channel else ()
         for publication in (*in_flight, *(publication for _, publication in self._queued)):
@@ -522,7 +522,7 @@ class PublishLoop:
     def fail_all(self, error: exceptions.RabbitDelayError) -> None:
         """Finish all queued messages with an error or its copy.
 
-        The copy has the opposite ``may_have_arrived``, for the messages that need that value.
+        The copy has the opposite ``may_have_arrived``, for messages to which that value applies.
         """
         error.may_have_arrived |= any(each.may_have_arrived for _, each in self._queued)
         errors = {error.may_have_arrived: error}

@@ -104,8 +104,8 @@ class RegistryOptions(NamedTuple):
     """The options of one send that concern the registry.
 
     Attributes:
-        key: Only the newest task under a key runs; empty for none.
-        job: The job that the task belongs to; empty for none.
+        key: The task's key: only the newest task under a key runs; empty without a key.
+        job: The job that the task belongs to; empty without a job.
         once: Whether only the first message with the task's id runs.
         track: Whether the task is listed while it waits.
     """
@@ -151,7 +151,7 @@ class RegistryOptions(NamedTuple):
         """Return the registry's headers for a message.
 
         Args:
-            copy: The name of the message, if it is registered.
+            copy: The name of the message, if the task is registered when it is sent.
             ticket: The ticket from the registry.
             job_id: The id of the task's job.
         """
@@ -252,7 +252,7 @@ def how_kept(delays: Delays) -> tuple[str, int, int]:
 
 
 def register_sent(registry: Registry, registrations: Sequence[Registration]) -> list[str]:
-    """Register messages that the broker has confirmed; log an error of Redis, do not raise it.
+    """Register messages that the broker has confirmed; log errors of Redis instead of raising.
 
     A message's headers contain all that the registry needs when the message arrives.
 

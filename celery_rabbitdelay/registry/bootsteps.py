@@ -46,7 +46,7 @@ STOP_TIMEOUT: Final = 10.0
 
 
 class _Consumer(Protocol):
-    """A worker's consumer, as the kernel's bootstep leaves it."""
+    """A worker's consumer, with the attribute ``strategies`` that the kernel's bootstep has set."""
 
     app: DelayingCelery
     strategies: RestoringStrategies
@@ -82,9 +82,9 @@ class DecideOnArrival(RabbitMQStep):
 class ReturnPaused(RabbitMQStep):
     """Returns resumed tasks to their queues, in a thread.
 
-    After a resume, the thread gets all messages from the queue of paused tasks and rejects the
-    resumed ones, so that RabbitMQ dead-letters them as if their TTL had expired. All other messages
-    are requeued when the channel is closed or the worker dies.
+    After a resume, the thread gets all messages from the queue of paused tasks. It rejects the
+    messages of resumed tasks, so that RabbitMQ dead-letters these as if their TTL had expired. All
+    other messages are requeued when the channel is closed or the worker dies.
     """
 
     requires = (Modules,)

@@ -1,4 +1,4 @@
-"""Connections to Redis: one server, Sentinel or Cluster. The only file that imports redis-py."""
+"""Connections to Redis: one server, Sentinel or Cluster. No other file imports redis-py."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
         url: The URL, as for Celery's result backend: ``redis://``, ``rediss://``, ``unix://`` or
             ``redis+socket://``, ``sentinel://host:26379;sentinel://host2:26379/0``; or
             ``redis+cluster://host:6379`` with any server of a cluster.
-        options: Further arguments of the client of redis-py; for Sentinel also ``master_name`` and
+        options: Other arguments of redis-py's client; for Sentinel, also ``master_name`` and
             ``sentinel_kwargs``, as in ``result_backend_transport_options``. ``socket_timeout`` is
             :data:`TIMEOUT` by default, and bounds connecting as well.
 

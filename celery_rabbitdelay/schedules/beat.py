@@ -32,7 +32,7 @@ _FORMER: Final = (
 
 
 class _Plan(Schedules):
-    """Collects the schedules that would be put, instead of storing them.
+    """Collects the schedules instead of storing them.
 
     Attributes:
         puts: The arguments of ``_put`` by schedule name: first occurrence, message, and whether the
@@ -54,8 +54,8 @@ class BeatEntries:
         schedules: The schedules of the application.
 
     Attributes:
-        puts: The planned arguments of ``_put``, by schedule name.
-        digest: A hash of the entries, equal in all processes of the same code.
+        puts: The arguments of ``_put`` by schedule name, before anything is stored.
+        digest: A hash of the entries; all processes with the same code compute the same hash.
     """
 
     def __init__(self, schedules: Schedules) -> None:
@@ -157,7 +157,7 @@ def _plan_entry(plan: _Plan, name: str, entry: Any) -> None:
 
 
 def idle_beat(sender: Any, **_: Any) -> None:
-    """Let ``celery beat`` send nothing if workers have taken over its entries."""
+    """Keep ``celery beat`` from sending if workers have taken over its entries."""
     if not sender.app.rabbitdelay.available:
         return
     from celery import beat  # a slow import (20 ms) that few programs need

@@ -1,8 +1,8 @@
 """A write: each partition is sent by an executor, and Spark's commit lets all tasks run.
 
 With a registry, a write is a job: the executors open it, its tasks do not run before Spark commits,
-and none of them runs if Spark aborts. So it does no harm to send a partition twice, or in part.
-Without a registry, each task is sent at least once.
+and none of them runs if Spark aborts. So Spark may send a partition twice or only in part without
+harm. Without a registry, each task is sent at least once.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def dispatch(
         frame: The rows; see the guide for its columns.
         task: The task or its name, if there is no column ``task``. Without ``app`` and ``broker``,
             a task is sent by its own application, which executors import.
-        group: Whether Spark groups tasks that are due together, as :func:`.grouped` does. None: if
-            there is a tolerance, and the columns can be grouped.
+        group: Whether Spark groups tasks that are due together, as :func:`.grouped` does. None to
+            group if there is a tolerance, and the columns allow it.
         **options: The options of a write.
 
     Returns:

@@ -46,10 +46,10 @@ logger = logging.getLogger(__name__)
 class WorkerDeclaration:
     """Declares the levels, and a worker's queues with their bindings.
 
-    The worker's consumer and its modules have separate connections. The first one that connects
+    The worker's consumer and its modules have separate connections. The first of these connections
     declares everything for all of them. After a lost connection, the broker may have lost its
     state: the next connection looks for missing levels, and declares the levels only if some are
-    missing. After a restart of the broker, all workers connect at once, and looking takes a tenth
+    missing. After a restart of the broker, all workers connect at once, and checking takes a tenth
     of the time of declaring.
 
     Args:
@@ -182,7 +182,7 @@ class RestoreTasks(RabbitMQStep):
     requires = (DelayLevels,)
 
     def create(self, consumer: Consumer) -> None:
-        """Make the consumer refuse a message of ours if Celery raises an error about it."""
+        """Make the consumer refuse a delayed message if Celery raises an error about it."""
         guard_consumer(consumer, partial(_refuse, consumer))
 
     def start(self, consumer: Consumer) -> None:
@@ -234,7 +234,7 @@ class Modules(RabbitMQStep):
     """Serves the modules and the services of additions, in threads with their own connections.
 
     The threads start after the pool, so that pool processes do not inherit them and their sockets.
-    They keep running when the worker's own consumer reconnects.
+    The threads keep running when the worker's own consumer reconnects.
 
     Args:
         worker: The worker.
@@ -258,7 +258,7 @@ class Modules(RabbitMQStep):
         """Read the names of the modules to serve.
 
         Raises:
-            InvalidSetting: There is no such module; the worker ends.
+            InvalidSetting: The option names an unknown module; the worker ends.
             AdditionMissing: The module belongs to an addition that is not installed; the worker
                 ends.
         """
