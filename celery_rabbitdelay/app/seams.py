@@ -202,7 +202,7 @@ class Addition:
         Raises:
             UnprocessableMessage: The addition did not send this message.
         """
-        raise UnprocessableMessage("no addition has sent it")
+        raise UnprocessableMessage("it was sent by no installed addition")
 
     def revoked(self, task_ids: Sequence[str]) -> None:
         """Handle a call of Celery's ``revoke``."""

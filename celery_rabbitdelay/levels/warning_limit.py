@@ -44,7 +44,7 @@ class WarningLimit:
         if now - self._since >= self.every:
             if self._left_out:
                 self.logger.warning(
-                    "%s: %s more within %.0f s, not logged one by one",
+                    "%s: %s more within %.0f s, not logged individually",
                     self.what,
                     f"{self._left_out:,}",
                     now - self._since,

@@ -131,7 +131,9 @@ class Distribution:
             _refuse_other_than_key(word, "in an envelope" if is_envelope else _named_by(headers))
         if header_names.COMMITTED in headers.registry:
             if self.asked is None:
-                raise UnprocessableMessage("it is a note for the registry; this worker has none")
+                raise UnprocessableMessage(
+                    "it is a record for the registry, but this worker has no registry"
+                )
             again = self.asked.note_arrived(received)
             if again is not None:
                 yield into_levels(self.topology, received, again)

@@ -293,7 +293,7 @@ class Forwarder:
             explained = outgoing._replace(message=outgoing.message.saying(reason=reason))
             bare = forwarding.without_headers(explained)
             return self._publication(received, bare, forwarding.encoded(bare, self.frame_max))
-        text = "rabbitdelay %s: a message is rejected, because %s cannot take it: %s"
+        text = "rabbitdelay %s: a message is rejected, because %s does not accept it: %s"
         logger.error(text, self.name, self.undeliverable, error.reason)
         received.settlement, received.outgoing, received.held = REJECT, iter(()), None
         return None
@@ -317,7 +317,7 @@ class Forwarder:
         later = self.redelivery.after_failure(outgoing, headers, reason, makes_copies)
         destination = self._destination(outgoing)
         if later.reroute is not None and self._not_taken.allows(destination):
-            text = "rabbitdelay %s: %s does not take a message, which is retried later: %s"
+            text = "rabbitdelay %s: %s does not accept a message; it is retried later: %s"
             logger.warning(text, self.name, destination, reason)
         return self._put_back(received, outgoing, later, reason)
 

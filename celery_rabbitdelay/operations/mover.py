@@ -263,7 +263,7 @@ class Mover:
             if not ready and was_empty:
                 return True
             if ready and idle_rounds == MOST_IDLE_ROUNDS:
-                why = "the broker delivers none: another consumer may have them"
+                why = "the broker delivers no messages: another consumer may hold them"
                 self.result.left[why] += sum(ready.values())
                 return False
             if ready:

@@ -142,9 +142,7 @@ class RegistryAddition(Addition):
             or job is None
             or note.properties.get("message_id") != job_id
         ):
-            raise exceptions.UnprocessableMessage(
-                "the note of a job's commit does not name a valid job"
-            )
+            raise exceptions.UnprocessableMessage("it records the commit of an invalid job")
         try:
             registry_of(self.delays).jobs.confirm(str(job), str(job_id))
         except exceptions.RegistryUnavailable:

@@ -226,7 +226,7 @@ class Decisions(BatchThread[_Due]):
         try:
             decisions = self._decide(batch)
         except Exception:  # the thread must survive
-            logger.exception("Cannot decide on %d due tasks; the decision is repeated", len(batch))
+            logger.exception("Cannot decide about %d due tasks; retrying", len(batch))
             self._ask_again(batch)
         else:
             self.act(partial(self._carry_out_all, batch, decisions))

@@ -118,7 +118,7 @@ class Holding:
             try:
                 self.abort_job(job)
             except RegistryUnavailable as error:  # harmless: a job that is never committed expires
-                logger.warning("Cannot abort job %r, which will expire instead: %s", job, error)
+                logger.warning("Cannot abort job %r; the job will expire instead: %s", job, error)
             raise
         self.commit_job(job)
 

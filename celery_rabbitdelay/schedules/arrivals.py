@@ -275,11 +275,17 @@ class Arrivals(BatchThread[_Came]):
         task_id = celery_internals.shown(celery_internals.id_of(message))
         if isinstance(error, (*TEMPORARY_ERRORS, RegistryUnavailable)):
             logger.warning(
-                "Occurrence %s waits; cannot publish the next one yet: %s", task_id, error
+                "Occurrence %s waits, because the next occurrence cannot be published: %s",
+                task_id,
+                error,
             )
             self.give(came, TRY_AGAIN)
         else:
-            logger.error("Occurrence %s runs; cannot publish the next one: %r", task_id, error)
+            logger.error(
+                "Occurrence %s runs, but the next occurrence cannot be published: %r",
+                task_id,
+                error,
+            )
             self.act(partial(self._let_run, came.arrived))
 
     def _message(self, producer: DelayedProducer, came: _Came) -> Delayed:

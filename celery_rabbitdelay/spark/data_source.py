@@ -64,7 +64,7 @@ class RabbitDelayDataSource(DataSource):
             InvalidColumn: The schema is invalid.
         """
         if overwrite:
-            raise InvalidOption("mode", "overwrite", "takes append: no task is overwritten")
+            raise InvalidOption("mode", "overwrite", "takes append: tasks cannot be overwritten")
         return Writer(schema, WriteOptions.of(self.options))
 
     @briefly

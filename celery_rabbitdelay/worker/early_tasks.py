@@ -318,7 +318,7 @@ class EarlyTasks(BatchThread[Early]):
         """
         name = celery_internals.name_of_queue(self._consumer, message)
         if name is None:
-            text = "%s stays unacknowledged, because its queue is unknown, and %s"
+            text = "%s stays unacknowledged, because its queue is unknown and %s"
             logger.warning(text, _task_named(message), why)
             return
         queue = self._consumer.app.amqp.queues.get(name) or kombu.Queue(name, no_declare=True)
@@ -432,7 +432,7 @@ class EarlyTasks(BatchThread[Early]):
         elif early.place == "paused" and (
             isinstance(error, exceptions.MessageNacked) or not isinstance(error, TEMPORARY_ERRORS)
         ):
-            text = "%s cannot join the paused tasks and returns to the levels: %s"
+            text = "%s cannot wait with the paused tasks, and returns to the levels: %s"
             logger.warning(text, _task_named(early.message), error)
             early.place = "levels"
             self.give(early)

@@ -171,7 +171,7 @@ class RestoringStrategies(dict[str, Strategy]):
                 is_taken = self._take(delivery, takes_eta)
             except Exception:  # the message may be invalid in any way
                 logger.exception(
-                    "Task %s[%s]: its message cannot be restored, and goes to Celery unchanged.",
+                    "Task %s[%s]: its message cannot be restored; Celery gets it unchanged.",
                     task_name,
                     celery_internals.shown(celery_internals.id_of(message)),
                 )
