@@ -45,7 +45,7 @@ __all__ = [
     "shared_task",
     "signals",
 ]
-# Type checkers read this form, and no other.
+# Type checkers understand only this form.
 __all__ += exceptions.__all__
 
 __version__ = "0.1.0"

@@ -238,7 +238,7 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
             given["delay"] = plain(delay, "delay")
         if own := {name: given.pop(name) for name in own_options() if name in given}:
             given[BESIDE_STAMPS] = own
-        # An application's override may take these by keyword only.
+        # An application's override may accept these by keyword only.
         given |= _if_given(args=args, kwargs=kwargs, exc=exc, eta=eta, countdown=countdown)
         given |= _if_given(max_retries=max_retries)
         if not throw:
@@ -450,7 +450,7 @@ def _add(app: celery.Celery) -> None:
         options = (click.Option([name], help=text) for name, text in each.worker_options.items())
         app.user_options["worker"].update(options)
     app.user_options["worker"].add(MODULES_OPTION)
-    # An attribute that exists already gets our class when it is assigned again.
+    # If the attribute exists already, assign it again, which mixes in this package's class.
     for name in ("amqp", "control", "AsyncResult", "Task"):
         if name in vars(app):
             setattr(app, name, vars(app)[name])

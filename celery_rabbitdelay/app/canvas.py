@@ -103,7 +103,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
         """
         given = self._checked(options)
         own, _ = without_stamps(given)
-        # Only a chord or a chain that contains this signature gives these options here.
+        # Only a chord or a chain that contains this signature passes these options.
         is_part = given.get("chord") is not None or bool(given.get("chain"))
         if own.get("key") is not None and (is_part or "group_id" in self.options):
             raise UnknownOption("key", own["key"], OF_ONE_TASK)
@@ -253,7 +253,7 @@ def _add_delay(signature: Options, word: str, seconds: float) -> OwnOptions:
     if signature.get("subtask_type") == "chord":
         # Every task of the header gets the delay: before 5.7, Celery does not pass it on.
         kwargs = signature["kwargs"]
-        # A header that is a group loses the group's own options.
+        # If the header is a group, it loses the group's own options.
         header = kwargs["header"]
         tasks = header["kwargs"]["tasks"] if isinstance(header, Mapping) else header
         delayed = _each(tasks, lambda task: _add_delay(task, word, seconds))

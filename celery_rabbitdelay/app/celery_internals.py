@@ -74,7 +74,7 @@ def has_quorum_queue(app: celery.Celery) -> bool:
     return found
 
 
-# Combining our classes with those of an application.
+# Mixing classes of this package into those of an application.
 
 
 def combined_class(ours: type[object], base: type[object]) -> type[Any]:
@@ -120,7 +120,7 @@ class MixingTasks(TaskRegistry):
             tasks[name] = task
 
     def __setitem__(self, name: str, task: Any) -> None:
-        # A proxy, such as the one that a decorator returns, is no task.
+        # A proxy, such as a decorator returns, is not a task.
         is_task = issubclass(type(task), celery.Task)
         super().__setitem__(name, mixed(self.ours, task) if is_task else task)
 

@@ -153,7 +153,8 @@ class Template:
         self.ignores_result = bool(first.delayed.message.headers.others.get("ignore_result"))
         message = first.delayed.message.amqp()
         correlation_id = message.properties.get("correlation_id")
-        # The caller's own, which all messages share; None if each message has its task's id.
+        # The caller's own correlation id, which all messages share; None if each message has its
+        # task's id.
         self._correlation_id = None if correlation_id == call.task_id else correlation_id
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
         sizes, self._repr_depth = celery_internals.repr_limits(first.amqp.app)
@@ -429,7 +430,7 @@ class Copies:
         of_group: dict[str, object] = {}
         own: Mapping[str, object] = NO_HEADERS
         if is_member:
-            # The message of a member that is its own root is no template for others.
+            # The message of a member that is its own root cannot be a template for other members.
             if options.get("producer") is None or options.get("root_id") == task_id:
                 raise _NotACopy
             of_group = {name: options[name] for name in OF_GROUP if name in options}
@@ -513,13 +514,13 @@ class Copies:
         """
         app = self._delays.app
         values = (*shared.values(), *of_group.values())
-        # Values of other types may be equal, and yet Celery may read them differently.
+        # Values of other types may be equal, but Celery may read them differently.
         if app.current_worker_task is not None or any(
             type(each) not in PLAIN_TYPES for each in values
         ):
             raise _NotACopy
         known = celery_internals.registered_task(app, task) if isinstance(task, str) else task
-        # A group's template replaces that of the former group; for rows, that of the former thread.
+        # A template replaces the template of the former group or, for rows, of the former thread.
         fingerprint = _message_fingerprint(app, known), of_group
         key = (task, *of_group, *shared.items())
         former = self._templates.get(key)
@@ -634,7 +635,7 @@ def _is_plain(task: Any) -> bool:
         and getattr(task, "_dump_pydantic_arguments", None) is None  # since Celery 5.6
         and not task.__v2_compat__
         and _definers(task, "shadow_name") == [celery.Task]
-        # Ours, which is mixed into every task, and Celery's.
+        # The method of this package, which is mixed into every task, and Celery's method.
         and _definers(task, "apply_async")[1:] == [celery.Task]
     )
 

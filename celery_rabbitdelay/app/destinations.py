@@ -56,7 +56,7 @@ def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
     named = configured_destinations(app)
     consumed: Iterable[Queue] = app.amqp.queues.consume_from.values()
     queues = {*configured_queues(app).values(), *consumed}
-    # Each worker has a queue of its own for a broadcast, with a name of its own.
+    # Each worker has its own queue for a broadcast, with its own name.
     broadcasts = [
         _UUID.sub(_ANY_UUID, escape(queue.name)) for queue in queues if isinstance(queue, Broadcast)
     ]
@@ -87,7 +87,7 @@ def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
     """Return the queues in the configuration, by their names."""
     queues = app.amqp.Queues(app.conf.task_queues)
     for name in {app.conf.task_default_queue, *_named(app)}:
-        # Makes the queue, as Celery does, unless task_create_missing_queues is off.
+        # This makes the queue, as Celery does, unless task_create_missing_queues is off.
         with suppress(KeyError):
             queues[name]
     made: Mapping[str, Queue] = queues

@@ -123,8 +123,8 @@ class RabbitDelay(Added, Delays):
         complete = partial(check_complete, topology=self.topology, by_marker=True)
         with (
             borrowed_publisher(self, timeout=timeout) as publisher,
-            # No queue is bound to this exchange. It may be missing, and a producer needs no
-            # permission for it.
+            # No queue is bound to this exchange. The exchange may be missing, and a producer needs
+            # no permission on it.
             suppress(exceptions.MessageReturned, exceptions.MessageNotPermitted),
         ):
             left = max(timeout - (time.monotonic() - began), MIN_TIMEOUT)

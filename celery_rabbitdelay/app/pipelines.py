@@ -120,7 +120,7 @@ class TaskPipeline:
         """
         if self._publisher is None:
             connection = None if self._producer is None else self._producer.connection
-            # This block has no publisher yet, so one of the connection or the pool is borrowed.
+            # This block has no publisher yet: borrow one for the connection, or from the pool.
             borrowing = borrowed_publisher(self.delays, connection, timeout)
             self._publisher = self._borrowed.enter_context(borrowing)
             settings, topology = self.delays.settings, self.delays.topology
@@ -410,5 +410,5 @@ def _owner() -> tuple[int, int, object]:
         task = asyncio.current_task()
     except RuntimeError:
         task = None
-    # gevent replaces ``get_ident``: every greenlet has an identity of its own.
+    # gevent replaces ``get_ident``, so that every greenlet has its own identity.
     return os.getpid(), threading.get_ident(), task

@@ -228,7 +228,7 @@ class Grouper:
         ticks = -(-shared_ms // self._tick_ms)
         group = self._groups.get(ticks)
         if group is not None and len(item) >= self._max_bytes:
-            # A message of this size has a group of its own: an envelope may not hold more.
+            # A message of this size gets a separate group, because an envelope may not hold more.
             ready.append(self._take(ticks))
             group = None
         if group is None:

@@ -189,7 +189,7 @@ class RowSender(Sending):
         self._task = task
         self._name = task if isinstance(task, str) else task.name
         self._tolerance_ms = tolerance_ms
-        # A fake broker takes messages of single rows.
+        # A fake broker accepts only messages of single rows.
         self._envelopes = envelopes and delays.fake_broker is None
         own, stamps = without_stamps(options)
         known = delays.app.tasks.get(task) if isinstance(task, str) else task
@@ -242,7 +242,7 @@ class RowSender(Sending):
             try:
                 self._template.envelope(b"", 0)
             except exceptions.InvalidEnvelope:
-                # JSON cannot express a shared header: send each row as a message of its own.
+                # JSON cannot express a shared header: send each row as a separate message.
                 self._envelopes = False
         groups = self._groups(chain([(number, given)], work))
         publications = filter(None, map(self._publication, groups))
@@ -254,7 +254,7 @@ class RowSender(Sending):
         except exceptions.PublishError as error:
             if self.is_reporting:
                 raise  # the caller's ``progress`` has raised it
-            # No further rows are taken. Rows that were taken and not sent yet have this error.
+            # No more rows are read. Rows that were read and not sent yet have this error.
             self.stops_taking = True
             for publication in publications:
                 self.report.sent -= len(publication.context)

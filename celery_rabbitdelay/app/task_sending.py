@@ -65,7 +65,7 @@ def publish_policy(
     if retry:
         resends = retries if is_counted else RESENDS
     else:
-        # Celery 5.7 counts the retries of a callback itself, and turns ours off.
+        # Celery 5.7 counts the retries of a callback itself, and turns off those of this package.
         given = options.get("retry")
         is_on = app.conf.task_publish_retry if given is None else given
         resends = RESENDS if is_on and not is_counted and celery_internals.sends_a_callback() else 0
@@ -333,7 +333,8 @@ class TaskSending(seams.Send):
         due = self.delays.due(self.delay, countdown, eta, self.tolerance_ms)
         if due.is_past and not is_known:
             return self._send_with_eta()
-        # Also without a delay, since workers ask the additions only about tasks from the levels.
+        # A task of an addition takes this path even without a delay, since workers ask the
+        # additions only about tasks from the levels.
         return self._send_into_levels(due, parts)
 
     @property
@@ -356,7 +357,8 @@ class TaskSending(seams.Send):
     def _send_with_eta(self) -> Result:
         if not celery_internals.has_quorum_queue(self.delays.app):
             return self._send_by_celery()
-        # Celery would use its native delayed delivery, whose queues our workers do not declare.
+        # Celery would use its native delayed delivery, but this package's workers do not declare
+        # its queues.
         producer, connection = self._callers_producer, self.options.get("connection")
         if connection is not None:
             producer = self.delays.app.amqp.Producer(connection, auto_declare=False)

@@ -87,7 +87,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            # By the dictionary: for type checkers, the attribute is final.
+            # Write to the dictionary, because for type checkers the attribute is final.
             vars(error)["message"] = shown_url.without_passwords(error.message)
             raise
         except click.exceptions.Exit:
@@ -299,7 +299,7 @@ def checked_connection(connection: Callable[[], Connection], what: str) -> Conne
         return made
     if not is_rabbitmq:
         raise click.UsageError(f"{what} is not RabbitMQ: use a URL with amqp:// or amqps://")
-    # Without the cause: its text quotes a part of the password as the port.
+    # Drop the cause, because its text quotes a part of the password as the port.
     raise click.UsageError(
         f"{what} is malformed: percent-encode all but letters and digits in user and password"
     )

@@ -227,7 +227,7 @@ class Topology:
     @cached_property
     def module_queues(self) -> ModuleQueues:
         """The module queues, which are outside the levels."""
-        # The last alternate exchange, so it has no alternate of its own.
+        # This is the last alternate exchange, so it has no alternate exchange itself.
         last = Exchange(self._name("undeliverable"), type="fanout", durable=True)
         meditated = self._exchange("meditated", "fanout")
         served = partial(self._queue, dead_letter_to=last.name, delivery_limit=POISON_LIMIT)
@@ -244,7 +244,8 @@ class Topology:
             distribution=served("distribution"),
             paused=kept(
                 "paused",
-                # Without an alternate: unroutable messages are returned, and go into the levels.
+                # This exchange has no alternate exchange: unroutable messages are returned, and go
+                # into the levels.
                 Exchange(self._name("paused"), type="fanout", durable=True),
                 ttl_ms=PAUSED_TTL,
                 dead_letter_to=self.delivery.name,

@@ -135,7 +135,7 @@ class ServeMetrics(RabbitMQStep):
         logger.info("rabbitdelay metrics: serving http://%s:%s/metrics.", host, port)
 
     def _close(self, **signal: object) -> None:
-        # Not in ``stop``: the pool may still be finishing long tasks.
+        # Do not do this in ``stop``, because the pool may still be finishing long tasks.
         signals.worker_shutdown.disconnect(self._close, sender=signal["sender"])
         self._at_end.close()
 

@@ -121,7 +121,7 @@ class Metrics:
         return labels
 
     def _after_fork(self) -> None:
-        # The counts and the source remain the parent's.
+        # The counts and the source are still those of the parent process.
         self._source = tuple
         self._series.clear()
         self._prometheus = _prometheus_metrics()

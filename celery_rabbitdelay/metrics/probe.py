@@ -92,7 +92,7 @@ class ProbeService(Service):
 
     def __post_init__(self) -> None:
         self.name, self.max_bytes = PROBE, 1  # a probe has no body
-        # No confirms: a refused probe counts as missing, and nothing else is lost.
+        # Confirms are not needed: a refused probe counts as missing, and nothing else is lost.
         options = {**(self.connection.transport_options or {}), "confirm_publish": False}
         self.connection = self.connection.clone(transport_options=options)
         self._turn = cycle(range(len(self.topology.layout.levels)))
@@ -134,7 +134,7 @@ class ProbeService(Service):
             try:
                 connection.drain_events(timeout=READ_TIMEOUT)
             except TimeoutError:
-                # Only now: a probe may have arrived while this process was suspended.
+                # Check only now, because a probe may have arrived while this process was suspended.
                 self._find_missing(asking)
             connection.heartbeat_check()
 
@@ -193,7 +193,7 @@ class ProbeService(Service):
             done, self._token = self._token, message
         if done is not None:
             done.channel.basic_ack(done.delivery_tag)
-        # All others are probes of another worker, or of a former connection.
+        # Other probes are from another worker, or from a former connection.
         probe = self._sent.pop(str(message.properties.get("message_id")), None)
         if probe is not None:
             self.late[probe.level] = time.monotonic() - probe.due

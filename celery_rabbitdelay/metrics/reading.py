@@ -123,7 +123,7 @@ class Broker:
     """
 
     def __init__(self, connection: Connection, timeout: float) -> None:
-        # Without heartbeats: nothing sends them between two questions.
+        # Heartbeats are off, because nothing sends them between two questions.
         self.connection = connection.clone(heartbeat=0)
         self._timeout = timeout
 

@@ -185,7 +185,7 @@ class Deliveries:
         self.are_redelivered = True
         self.consuming = False
         self.channel = cast(Any, connection.channel())
-        # Bodies stay bytes.
+        # py-amqp must not decode bodies.
         self.channel.auto_decode = False
         self._unread = WarningLimit(
             logger, f"rabbitdelay {module.name}: messages above rabbitdelay_max_message_bytes"

@@ -215,7 +215,7 @@ class Distribution:
             envelope = OpenedEnvelope(message.body, self.max_message_bytes)
             is_shared_checked = False
             for item in envelope:
-                # Whether the message overrides a shared field that decides about its publication.
+                # Whether the message overrides a shared field that determines how it is published.
                 is_own = not DECISIVE.isdisjoint(item.headers) or "content_type" in item.properties
                 if is_own or not is_shared_checked:
                     self._check(message.headers, envelope, item)

@@ -197,7 +197,7 @@ class Forwarder:
                 raise error
             return self._refused_by_undeliverable(received, outgoing, error)
         if isinstance(error.__cause__, NotFound):
-            # The next messages for it go into the levels, and do not close the channel.
+            # The next messages for this exchange go into the levels, and do not close the channel.
             self.missing.add(outgoing.address[0])
         reason = _reason(error, outgoing)
         if destination is None or isinstance(error, exceptions.MessageRefused):
@@ -212,7 +212,8 @@ class Forwarder:
         """
         if outgoing.reroute is not None or outgoing.exchange == self.undeliverable:
             return None
-        # Not shortened, because answer times are kept by it; cheap, because every message needs it.
+        # The name is the key of the answer times, so it is not shortened; every message needs it,
+        # so it must be cheap.
         if outgoing.exchange:
             return f"the exchange {outgoing.exchange!r}"
         return f"the queue {outgoing.routing_key!r}"
@@ -243,7 +244,7 @@ class Forwarder:
             self.module.topology, outgoing, reason, redriven
         )
         if outgoing.is_authentic:
-            # The module has accepted its original, so it may be redriven.
+            # The module has accepted the original message, so this one may be redriven.
             refused = refused._replace(message=signed(refused.message, self.module.signing_keys))
         try:
             content = forwarding.encoded(refused, self.frame_max)

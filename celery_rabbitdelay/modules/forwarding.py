@@ -245,7 +245,7 @@ class EarlyMessages:
         """
         now_ms = wall_clock.ms()
         by_ms = (headers.due_ms or 0) - now_ms
-        # No tolerance for a message that was put back for only a part of its delay.
+        # The tolerance does not apply to a message that was put back for only a part of its delay.
         if by_ms <= (0 if headers.early.until_ms else self.tolerated_ms):
             return None
         if not headers.early.expects(now_ms, self.tolerated_ms):
@@ -268,8 +268,8 @@ class EarlyMessages:
         )
         if until_ms is None:
             return None
-        # The delay was checked when the message came in. A due time too far ahead is forged, and
-        # the message would go back into the levels for ever.
+        # The delay was checked when the message came in. A due time too far ahead is forged: the
+        # message would go back into the levels forever.
         check_delay(header_names.DUE, until_ms, until_ms - wall_clock.ms() - DUE_SLACK_MS)
         return into_levels(self.topology, *waiting_on(self.topology, message, until_ms))
 

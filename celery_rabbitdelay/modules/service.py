@@ -160,13 +160,13 @@ class ModuleConsumer:
         self._connection.heartbeat_check()
         if channel.blocked is None:
             self._loop.check_time()
-            # Only after the read: unread answers may be in the socket if other greenlets ran long.
+            # Read first: if other greenlets ran for long, unread answers may be in the socket.
             silent_for, answer_times = self._loop.silent_for, self._forwarder.answer_times
             if silent_for >= SILENCE and (stuck := answer_times.give_up_if_stuck(silent_for)):
                 names = ", ".join(stuck[:3])
                 raise ConnectionStuck(f"the broker stopped reading: no confirms for {names}")
         else:
-            # The time of a resource alarm does not count as silence.
+            # A resource alarm does not count as silence.
             self._loop.excuse(time.monotonic() - began)
 
     def _after_close(self, closed: ChannelError) -> None:
@@ -349,7 +349,7 @@ class Service(ABC):
                 raise
         finally:
             if not finished:
-                # Without AMQP's close handshake: the broker may not be answering.
+                # Skip AMQP's close handshake, because the broker may not be answering.
                 drop_connection(connection)
 
 

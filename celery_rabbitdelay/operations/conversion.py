@@ -138,7 +138,7 @@ class Migration:
             self.ensure(destination)
         due = Due.until(due_ms if until_ms is None else until_ms)
         if is_authentic:
-            # Sign again, with the first key: the priority in the headers may have changed.
+            # Sign again with the first key, because the priority in the headers may have changed.
             waiting = signed(waiting, self.signing_keys)
         return forwarding.into_levels(self.target, waiting, due, destination)
 

@@ -150,5 +150,6 @@ def _matches(policy: Json, queue: Json) -> bool:
     try:
         return re.search(policy["pattern"], queue["name"]) is not None
     except re.error:
-        # Erlang accepts some patterns that Python does not. A false alarm is the better mistake.
+        # Erlang accepts some patterns that Python refuses. A false alarm is better than a missed
+        # fault.
         return True

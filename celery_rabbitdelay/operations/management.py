@@ -81,7 +81,7 @@ class ManagementAPI:
         except OSError as wrong:
             files = ", ".join(str(file) for file in (authorities, certificate, key) if file)
             raise ManagementUnavailable(self.url, f"cannot read {files}: {wrong}") from wrong
-        # Not through a proxy: AMQP reaches the broker without one.
+        # Do not use a proxy, because AMQP reaches the broker without a proxy.
         self._connect: Callable[[], HTTPConnection]
         if parts.scheme == "https":
             self._connect = partial(HTTPSConnection, host, port, timeout=TIMEOUT, context=context)
@@ -160,7 +160,7 @@ def parts_of_url(url: str) -> SplitResult | None:
     """Return the parts of a URL; None if it is malformed or ambiguous."""
     with suppress(ValueError):
         parts = urlsplit(url)
-        # If a password has "/", "?" or "#", its rest ends up in one of these parts.
+        # If a password has "/", "?" or "#", the text after it ends up in one of these parts.
         rest = f"{parts.path}{parts.query}{parts.fragment}"
         if (
             parts.scheme in PORTS

@@ -119,7 +119,8 @@ class Redriving:
         found = examine(headers, topology, key)
         is_new = never_accepted(headers, topology, key, found.last_stop)
         received = WaitingMessage.unopened(message)
-        # A client of check-in has no signing key; like check-in, check the destination instead.
+        # A client of check-in has no signing key, so check the destination instead, as check-in
+        # does.
         if keys is not None and not (is_new or self.vouches or keys.verifies(*received)):
             raise UnprocessableMessage(NOT_SIGNED)
         given = _as_checked_in(headers) if is_new else headers

@@ -79,7 +79,8 @@ class Source:
     """
 
     def __init__(self, like: Connection, timeout: float, priority: int = 0) -> None:
-        # Without heartbeats: the pauses between two reads may be longer than they allow.
+        # Heartbeats are off, because the pauses between two reads may be longer than heartbeats
+        # allow.
         self.connection = like.clone(heartbeat=0)
         self._timeout = timeout
         self._arguments = {"x-priority": priority}

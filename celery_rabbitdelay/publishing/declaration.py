@@ -112,7 +112,7 @@ def check_complete(
             raise TopologyIncomplete(topology.prefix, absent)
         known.add(_key(topology))
     if destination is not None and _key(topology, destination) not in known:
-        # The exclusive queue of another connection exists; or the user may not check the queue.
+        # Either the queue is exclusive to another connection, or the user may not check the queue.
         with suppress(ResourceLocked, AccessRefused):
             if queue_counts(connection, [destination])[destination.name] is None:
                 raise TopologyIncomplete(topology.prefix, (destination.name,))
@@ -135,7 +135,7 @@ def _absent(connection: Connection, topology: Topology, by_marker: bool) -> tupl
                 if not exists_or_hidden(channel, marker):
                     raise
                 absent = []
-    # Without ``paused``, paused tasks wait in the levels.
+    # The queue ``paused`` may be missing: paused tasks then wait in the levels.
     optional = topology.identity.guard.name, marker, topology.module_queues.paused.name
     return tuple(name for name in absent if name not in optional)
 

@@ -221,7 +221,8 @@ class PublishLoop:
         """
         self._queued.appendleft((0.0, publication))
         if self._suspects_left:
-            # The message is sent before the next suspect, and its outcome counts as a suspect's.
+            # The message is sent before the next suspected message, and its outcome counts like a
+            # suspect's.
             self._suspects_left += 1
 
     def send(self, timeout: float | None = None) -> bool:
@@ -409,7 +410,8 @@ class PublishLoop:
         over = [each for each in channel.unconfirmed.values() if each.deadline <= now]
         if self.last_settled <= taken_at or not channel.unconfirmed:
             # The broker has settled nothing, perhaps because all messages were for one queue that
-            # does not answer. If the source publishes replacements, their outcome shows it.
+            # does not answer. If the source publishes replacements, their outcomes will show the
+            # cause.
             over = [each for each in over if each.single_attempt]
             if not over:
                 raise exceptions.ConfirmTimeout(*oldest.address(), NOT_IN_TIME)
@@ -473,7 +475,7 @@ class PublishLoop:
             publication.unanswered |= not closed_for_one
             publication.suspected |= closed_for_one and len(written) > 1
         for publication in in_flight:
-            # A returned message, if the connection was lost before its ack.
+            # A message may have been returned and not acked before the connection was lost.
             publication.error = None
         self._queued.extendleft((0.0, publication) for publication in reversed(in_flight))
         return len(in_flight)

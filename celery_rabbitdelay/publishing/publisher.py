@@ -226,7 +226,7 @@ class Run(publish_loop.PublishLoop):
             while self.has_more() and (not until_written or self.has_unwritten):
                 try:
                     if self._channel is None or not self._channel.open:
-                        # kombu may have connected anew meanwhile.
+                        # kombu may have reconnected in the meantime.
                         self.take_back()
                         self._open()
                     self._publish(until_written)
@@ -235,7 +235,7 @@ class Run(publish_loop.PublishLoop):
                 except exceptions.RabbitDelayError as error:
                     self._fail_all_and_raise(error)
                 except NotAllowed as refused:
-                    # No retry: the virtual host is missing or not accessible.
+                    # Do not retry: the virtual host is missing or not accessible.
                     self.take_back()
                     self._publisher.discard()
                     if self.has_more():
@@ -422,7 +422,7 @@ class Pipeline:
             for publication in list(self._open):
                 reason = f"interrupted before the broker confirmed the message: {interrupt!r}"
                 publication.error = exceptions.PublishError(*publication.address(), reason)
-                # Also if perhaps no byte of the message was written.
+                # This holds even if no byte of the message was written.
                 publication.error.may_have_arrived = bool(publication.routing_key)
                 self._finish(publication)
             raise
@@ -486,7 +486,7 @@ class PublisherPool:
         try:
             yield publisher
         finally:
-            # Into the former queue: a fork or close() may have filled a new one meanwhile.
+            # Return the publisher to its own queue: a fork or close() may have made a new queue.
             free.put(publisher)
 
     def close(self) -> None:

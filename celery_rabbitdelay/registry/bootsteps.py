@@ -113,7 +113,8 @@ class ReturnPaused(RabbitMQStep):
         while not self._stopping.wait(EVERY):
             try:
                 paused: Mapping[str, int] = registry_of(self._delays).pauses.known()
-                # At the start: the last pause may have ended while no worker ran.
+                # Also check at the start, because the last pause may have ended while no worker
+                # ran.
                 if not paused if before is None else before.keys() - paused.keys():
                     until = time.monotonic() + AFTERWARDS
                 before = paused

@@ -104,7 +104,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
             return Store(client, scheme.endswith("+cluster"), errors, read_only)
     except TypeError as wrong:
         raise InvalidSetting(OPTIONS, ", ".join(options), f"{wrong}") from wrong
-    # Without the cause: urllib's error about a port or a host may quote the password.
+    # Drop the cause, because urllib's error about a port or a host may quote the password.
     raise invalid_url(f"its host, port, database or a parameter is invalid: takes {TAKES_URL}")
 
 
@@ -122,7 +122,7 @@ def _client_of(scheme: str, url: str, given: dict[str, Any]) -> Callable[[], Any
     if scheme.endswith("+cluster"):
         url = url.replace("+cluster", "", 1)
         parse_url(url)  # type: ignore[no-untyped-call]
-        # Not made here: a new client asks the cluster for its servers at once.
+        # The client is made later, because a new client asks the cluster for its servers at once.
         return partial(RedisCluster.from_url, url, **given)
     if scheme == "redis+socket":
         # In Celery's URL, the database is called virtual_host, as in kombu.

@@ -249,7 +249,8 @@ class Decisions(BatchThread[_Due]):
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:
-            # There may be a copy, put back without a confirm. It must not replace the same arrival.
+            # A copy may exist that was put back without a confirm. It must not replace the same
+            # arrival.
             self.give(due._replace(arrival=due.arrival.named()), ASK_AGAIN)
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:

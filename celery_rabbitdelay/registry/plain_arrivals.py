@@ -164,7 +164,7 @@ class PlainArrivals(Generic[TaskT]):
         (self._run if is_nothing else self._decide)(tasks)
 
     def _check_time(self, timeout: float) -> None:
-        # The loop may have been busy, and the answer be there.
+        # The loop may have been busy although the answer has arrived.
         self._read()
         if self._asked and time.monotonic() - self._asked_at >= timeout:
             self.close()

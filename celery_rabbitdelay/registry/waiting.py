@@ -153,7 +153,7 @@ class Waiting(Holding):
         for task_id, outcome in found.items():
             if outcome in _DECIDED:
                 signals.send(signals.cancelled, self._delays.app, task_id, None)
-        # No worker has a waiting task; the worker asks the registry when the task arrives.
+        # A waiting task is in no worker; its worker will ask the registry when the task arrives.
         arrived = (Outcome.RELEASED, Outcome.NOTED, Outcome.CANCELLED)
         ids = [task_id for task_id, outcome in found.items() if outcome in arrived]
         _revoke_by_celery(self._delays.app, ids)

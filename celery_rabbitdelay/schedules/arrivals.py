@@ -104,7 +104,7 @@ class _Came:
         """The arguments for the rule."""
         arrival, occurrence = self.arrived.arrival, self.occurrence
         mark = arrival.mark._replace(name=occurrence.message)
-        # Redis may have lost the record that the message went on.
+        # Redis may have lost the record that the message was processed.
         came_before = arrival.redelivered or self.went_on
         arrival = arrival._replace(mark=mark, redelivered=came_before)
         return Arriving(occurrence, arrival, self.following_ms)

@@ -66,7 +66,7 @@ class BeatEntries:
         self._prefix = f"beat:{self._application}:"
         self._records = schedules._records
         self._is_current: bool | None = None
-        # As in a worker: finalizing the application may add entries.
+        # Finalize the application first, as a worker does, because this may add entries.
         app.loader.import_default_modules()
         app.finalize()
         plan = _Plan(app)
@@ -96,7 +96,8 @@ class BeatEntries:
             if not is_forced and int(found.get(self.digest, 0)) > wall_clock.ms() - FLAPPING_MS:
                 logger.warning(_FORMER)
                 return False
-            # Stored first: if Redis then loses schedules put below, it has lost this note too.
+            # Store the hash first: if Redis then loses schedules that are put below, it has lost
+            # the hash too.
             if found.get("current") != self.digest:
                 self._records.take_over(self._application, found.get("current"), self.digest)
             for name, put in self.puts.items():

@@ -57,7 +57,7 @@ class _Run:
         """Return whether Celery had the task and has finished it."""
         if self.waits is None:
             return False
-        # A task that leaves the rate limit's bucket is in neither place for an instant.
+        # A task that leaves the rate limit's bucket is for an instant neither there nor reserved.
         was_seen, self.is_seen = self.is_seen, self.waits() or task_id in state.requests
         return not (was_seen or self.is_seen)
 

@@ -228,7 +228,8 @@ class Schedules:
             known = ", ".join(sorted(OPTIONS))
             raise InvalidSchedule(name, f"takes the options {known}, not {sorted(unknown)}")
         self.app.rabbitdelay.check_protocol()
-        # As with beat, a crontab may bring its own time zone, such as one of django-celery-beat.
+        # As with beat, a crontab may have its own time zone, such as a crontab of
+        # django-celery-beat.
         zone = getattr(when, "__dict__", {}).get("tz", self.app.timezone)
         recurrence = Recurrence.of(when, timezone or _zone_of(zone), start, end, exclude)
         words: dict[str, int] = {word: ms for ms, word in _CATCH_UPS.items()}
@@ -342,7 +343,7 @@ class Schedules:
         (noted,) = self._records.get([name])
         if noted is None or not noted.message:
             return None
-        # For the registry this is a task like any other.
+        # For the registry, this task is an ordinary task.
         task_id, pattern = str(uuid4()), restored(noted.message, "")
         headers = {COPY: new_copy(), TRACKED: True} if record.is_tracked(pattern) else {}
         sent = record.filled(pattern, task_id, wall_clock.ms() + AT_ONCE_MS, headers)

@@ -141,7 +141,7 @@ def _is_exact(value: Column, kind: T.DataType) -> Column:
             is_same = _rounded(value).cast("double") == value
             return is_same & (F.abs(value) < DOUBLE_BOUND) & is_no_negative_zero
         case T.StringType():
-            # Without a collation, which regular expressions do not take.
+            # Drop the collation, because regular expressions do not accept it.
             return value.cast("string").rlike(PLAIN)
         case T.DateType():
             return F.year(value).between(1, 9999)

@@ -305,7 +305,7 @@ def _known(options: Mapping[str, str], cls: type[NamedTuple]) -> dict[str, str]:
     # Spark passes these two options of its own to every streaming sink.
     names = (*_OPTIONS[ApplicationOptions], *_OPTIONS[cls], "checkpointLocation", "path")
     for name in given.keys() - {each.lower() for each in names}:
-        # Without its value, which may be a password.
+        # Do not show the value, which may be a password.
         raise InvalidOption(name, None, f"is unknown{suggestion(name, names)}")
     return given
 

@@ -133,7 +133,7 @@ class PartitionSender:
         """
         try:
             if self.columns.are_shared and self.options.errors_path is None:
-                # No row need be kept.
+                # The rows need not be kept.
                 taken = self.columns.taken(batches, ids)
                 self._send_many(self.columns.shared, filter(None, map(self._row, taken)))
             else:

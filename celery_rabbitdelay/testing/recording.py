@@ -115,7 +115,7 @@ class Recording:
         self.lock: threading.RLock = threading.RLock()
         self._app = app
         self.clock: Clock = Clock(wall_clock.ns)
-        # Read for its settings, and never opened.
+        # Used for its settings, and never opened.
         connection = app.connection_for_write()
         publisher = RecordingPublisher(connection, self._record)
         producer = RecordingProducer(connection, self._record)

@@ -143,7 +143,7 @@ class DelayLevels(RabbitMQStep):
         """Replace Celery's ``DelayedDelivery`` step."""
         included: bool = super().include(consumer)
         if included:
-            # That step would declare Celery's native delayed delivery.
+            # Celery's own step would declare its native delayed delivery.
             consumer.steps[:] = [
                 step for step in consumer.steps if not isinstance(step, DelayedDelivery)
             ]
@@ -190,7 +190,7 @@ class RestoreTasks(RabbitMQStep):
         if not isinstance(consumer.strategies, RestoringStrategies):
             takeover = consumer.app.rabbitdelay.settings.takeover
             consumer.strategies = RestoringStrategies(consumer, takeover, Origins(consumer))
-        # Needed even without takeover: a task may leave the levels before it is due.
+        # This is needed even without takeover: a task may leave the levels before it is due.
         strategies = consumer.strategies
         strategies.early_tasks = EarlyTasks(consumer)
         strategies.early_tasks.start()

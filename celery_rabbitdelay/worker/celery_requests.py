@@ -54,7 +54,7 @@ class _IdlePool:
 
     @staticmethod
     def apply_async(_: object, args: object, **options: object) -> None:
-        # As the prefork pool does for its child processes.
+        # The prefork pool serializes in this way for its child processes.
         pickle.dumps(args)
 
 
@@ -113,13 +113,13 @@ class CeleryRequests:
         return True
 
     def _build(self, message: Message) -> None:
-        # As ``Consumer.create_task_handler`` does.
+        # ``Consumer.create_task_handler`` does the same.
         is_version_1 = _TASK not in message.headers
         fields: object = message.decode() if is_version_1 else message.headers
         if not isinstance(fields, Mapping) or _TASK not in fields:
             return  # not a task: Celery reports that on arrival
         hash(fields[_TASK])  # Celery looks the task up by its name
-        # As ``celery.worker.strategy.default`` does.
+        # ``celery.worker.strategy.default`` does the same.
         payload: Any = message.payload
         if "args" in payload:
             body, headers, decoded, utc = _strategy.hybrid_to_proto2(message, payload)
@@ -242,7 +242,7 @@ def guard_pool(worker: Worker, refuse: Refuse) -> None:
         else:
             return
         if worker.semaphore is not None:
-            # Not at once: the release starts the next waiting task within this call.
+            # Free the slot later, because that starts the next waiting task within this call.
             worker.hub.call_soon(worker.semaphore.release)
 
     apply = worker.pool.on_apply

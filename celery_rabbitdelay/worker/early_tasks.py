@@ -207,7 +207,7 @@ class EarlyTasks(BatchThread[Early]):
             until_ms = self._early.until(waited, lambda: _task_named(message))
             due = None if until_ms is None else Due.until(until_ms)
         if due is None:
-            # It has left the levels in time, or was never in them.
+            # The task has left the levels in time, or was never in the levels.
             waited = None
             due = self._due_by_eta(message, body) if takes_eta else None
         if due is None:
@@ -346,7 +346,8 @@ class EarlyTasks(BatchThread[Early]):
         info, name = message.delivery_info, celery_internals.name_of_queue(self._consumer, message)
         queue: kombu.Queue | None = self._consumer.app.amqp.queues.get(name)
         if waited is not None:
-            # The levels or distribution have reached its queue, even if nobody consumes it now.
+            # The levels or distribution have reached the task's queue, even if it has no consumer
+            # now.
             name = name or waited.queue
             if queue is None and name is not None:
                 queue = kombu.Queue(name, no_declare=True)
@@ -358,7 +359,7 @@ class EarlyTasks(BatchThread[Early]):
 
     def work(self, batch: list[Early]) -> None:
         """Publish replacements of messages."""
-        # Without resends, which would block other messages: a retried message gets a new route.
+        # Resends would block other messages. Instead, a retried message gets a new route.
         publish_each(self._delays, batch, self._replacement, self._settled, resends=0)
 
     def _replacement(self, producer: DelayedProducer, early: Early) -> ToPublish:
@@ -424,7 +425,7 @@ class EarlyTasks(BatchThread[Early]):
         elif early.hold is None:
             self._try_refused_again(early, error)
         elif isinstance(error, exceptions.InvalidDelay) and is_ours(early.message):
-            # The eta is too far ahead: a held task would block its place of the prefetch count.
+            # The eta is too far ahead: a held task would use up one of the prefetch count.
             why = f"it cannot wait until its eta: {error}"
             self.act(
                 partial(self._finish, early, partial(self.refuse, early.message, early.ack, why))
