@@ -681,7 +681,7 @@ class ReadTooLong(RabbitDelayError, OperationalError, page="how-to/spark"):
 
     Attributes:
         messages: The number of messages that were read.
-        seconds: The seconds for which the messages were held.
+        seconds: How long the messages were held, in seconds.
     """
 
     messages: int

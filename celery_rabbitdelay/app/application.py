@@ -1,4 +1,4 @@
-"""A Celery application whose delays wait in RabbitMQ.
+"""A Celery application whose delayed tasks wait in RabbitMQ.
 
 :class:`Celery` is a :class:`celery.Celery`; :func:`install` does the same for an existing
 application. Each send first tries :meth:`.Copies.send`: a plain send is copied from a template

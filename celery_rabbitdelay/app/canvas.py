@@ -1,9 +1,10 @@
 """Signatures with a delay, in groups, chains, chords and callbacks.
 
 Celery passes an option that it does not know, such as ``delay``, through its canvas unchanged.
-This fails in two places. The options of a whole chord reach its body as well, which would wait a
-second time. And a callback, or the remaining tasks of a chain, travel in another task's message:
-the worker that sends them may not know ``delay``, and JSON cannot express a timedelta.
+But an unchanged ``delay`` fails in two places. The options of a whole chord reach its body as well,
+which would wait a second time. And a callback, or the remaining tasks of a chain, travel in another
+task's message: the worker that sends them may not know ``delay``, and JSON cannot express a
+timedelta.
 """
 
 from __future__ import annotations

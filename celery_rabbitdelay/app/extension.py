@@ -162,8 +162,8 @@ class RabbitDelay(Added, Delays):
         are not confirmed.
 
         Raises:
-            TasksNotConfirmed: Some tasks are not confirmed; the error names them, except the tasks
-                whose send has raised.
+            TasksNotConfirmed: Some tasks are not confirmed; the error names them, except tasks
+                whose send raised an error at once.
         """
         return open_pipeline(self)
 

@@ -58,7 +58,7 @@ def counter(name: str, text: str, labels: Labels = ("task", "queue")) -> Instrum
 
 
 def gauge(name: str, text: str, *labels: str) -> Instrument:
-    """Return a gauge, whose value is looked up."""
+    """Return a gauge; its value is looked up at each collection."""
     return Instrument(name, "gauge", text, labels, is_observed=True)
 
 

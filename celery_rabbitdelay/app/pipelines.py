@@ -61,8 +61,8 @@ class TaskPipeline:
 
     Args:
         delays: The application's ``app.rabbitdelay``.
-        producer: The producer over whose connection a group is sent; None for a publisher of the
-            pool, which the first send takes and the end of the block returns.
+        producer: The producer of a group, whose connection is used; None to use a publisher of the
+            pool, from the first send to the end of the block.
         outer: The block around this one.
     """
 
@@ -340,7 +340,7 @@ def open_pipeline(delays: Delays) -> Iterator[None]:
 def group_pipeline(
     delays: Delays, acquiring: AbstractContextManager[Producer], is_given: bool
 ) -> Iterator[Producer]:
-    """Acquire the producer of a group, whose delayed members are sent through a pipeline.
+    """Acquire the producer of a group, and send the group's delayed members through a pipeline.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
@@ -348,8 +348,8 @@ def group_pipeline(
         is_given: Whether the caller has passed the producer.
 
     Raises:
-        RabbitDelayError: A member is not confirmed: its own error, whose chain of causes ends with
-            the :class:`.TasksNotConfirmed` that names all unconfirmed members.
+        RabbitDelayError: A member is not confirmed. The member's own error is raised; its chain of
+            causes ends with a :class:`.TasksNotConfirmed`, which names all unconfirmed members.
     """
     outer = None if is_given else current_pipeline(delays)
     with acquiring as producer:

@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Send:
-    """One call of ``Celery.send_task``, whose options and delay are checked.
+    """One call of ``Celery.send_task``, after the check of its options and delay.
 
     Attributes:
         delays: The application's delay levels.

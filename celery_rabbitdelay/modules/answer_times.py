@@ -107,8 +107,8 @@ class AnswerTimes:
 
         If the broker is slow for all destinations, answers come in the order of sending. So a
         destination is silent if a message for another one, sent a second later, is answered
-        already. If the broker answers nothing at all for a second, any destination may be the
-        cause, so all of them count as silent.
+        already. If the broker sends no answer at all for a second, any destination may be the
+        cause, so all destinations count as silent.
 
         Args:
             destination: The destination.

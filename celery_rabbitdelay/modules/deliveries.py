@@ -172,7 +172,7 @@ class Deliveries:
         module: The module.
 
     Attributes:
-        waiting: The received messages for which nothing was published yet.
+        waiting: The received messages that have no published message yet.
         unfinished: The number of unsettled messages.
         are_redelivered: Whether all messages so far were redelivered.
         consuming: Whether to consume.
@@ -209,7 +209,7 @@ class Deliveries:
         self._consume()
 
     def stop(self) -> None:
-        """Stop consuming, and requeue the messages for which nothing was published yet."""
+        """Stop consuming, and requeue messages without a published message."""
         self.consuming = False
         self._cancel()
         self.unfinished -= len(self.waiting)

@@ -182,7 +182,7 @@ class Distribution:
         """Restore a message's priority, expiration and headers for its consumer.
 
         Args:
-            message: The message, whose headers have kept its priority and its expiration.
+            message: The message, with its priority and its expiration in the headers.
             left: The headers that its consumer gets.
             is_authentic: Whether its signature is valid, if there is a key. A message without a
                 valid signature stays unsigned; otherwise, while signatures are not required, a

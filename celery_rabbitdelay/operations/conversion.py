@@ -71,7 +71,7 @@ class Migration:
     vouches: bool = False
 
     def convert(self, message: amqp.Message, queue: str, until_ms: int | None = None) -> Outgoing:
-        """Return what to publish for a message.
+        """Convert a message to the publication that replaces it.
 
         Args:
             message: The message.
@@ -234,7 +234,7 @@ class NativeChain:
     keeps_own: Callable[[str], bool]
 
     def convert(self, message: amqp.Message, queue: str) -> Outgoing:
-        """Return what to publish for a message.
+        """Convert a message to the publication that replaces it.
 
         Raises:
             Stay: The message's destination is unknown, or the levels cannot hold the message.

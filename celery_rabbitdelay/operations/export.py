@@ -106,7 +106,7 @@ def as_terraform(topology: Topology, vhost: str = "/") -> str:
 
 
 def _hcl(value: object) -> str:
-    """Write a value for Terraform, in whose strings ``${`` and ``%{`` begin a template."""
+    """Write a value for Terraform; escape ``${`` and ``%{``, which begin a template there."""
     text = json.dumps(value, ensure_ascii=False).replace("${", "$${").replace("%{", "%%{")
     return text.replace(_PREFIX, "${var.name}")
 

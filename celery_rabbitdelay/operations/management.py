@@ -139,8 +139,8 @@ def management_api(connection: Connection, url: str | None = None) -> Management
     """Return the API at a URL, or at the broker's host and the default port, with AMQP's user.
 
     Args:
-        connection: A connection to the broker; if the broker has several hosts, an open one, whose
-            host is used.
+        connection: A connection to the broker. If the broker has several hosts, the connection must
+            be open, because its current host is used.
         url: The URL.
 
     Raises:

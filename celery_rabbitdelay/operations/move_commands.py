@@ -203,7 +203,7 @@ def _run(
     Args:
         destinations: Binds the destination queues at the target; closed at the end.
         queues: The names of the queues that are emptied.
-        convert: Returns what to publish for a message.
+        convert: Converts a message to the publication that replaces it.
         pace: The options of the move.
         there: The broker of these queues.
         check: Called first; raises an error if messages cannot be moved between these levels.

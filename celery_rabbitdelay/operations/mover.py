@@ -195,7 +195,7 @@ class Mover:
         source: The broker that the queues are on; another connection like it is opened.
         queues: The names of the queues; missing ones are skipped.
         target: Where the messages go.
-        convert: Returns what to publish for a message.
+        convert: Converts a message to the publication that replaces it.
         timeout: Seconds for an answer of a broker, and for the target to confirm a message.
         rate: The maximum number of messages to publish per second.
         limit: The maximum number of messages to move; None for all.
@@ -333,7 +333,7 @@ class Mover:
                 yield publication
 
     def _publication(self, message: amqp.Message) -> Publication | None:
-        """Return what to publish for a message; None if it stays, or is deleted.
+        """Return the publication that replaces a message; None if it stays, or is deleted.
 
         The publication's context is the message, and the reason if the message is undeliverable,
         else "".

@@ -99,11 +99,11 @@ class Redriving:
     vouches: bool = False
 
     def redriven(self, message: amqp.Message) -> Outgoing:
-        """Return what to publish for a message.
+        """Convert a message to the publication that replaces it.
 
-        The message waits in the levels until it is due, and at least for the delay. It keeps its
-        body, its properties, and all headers except those of the broker and of earlier attempts to
-        deliver it.
+        The message waits in the levels until it is due, and at least for the delay. The message
+        keeps its body, its properties, and all headers except those of the broker and of earlier
+        attempts to deliver it.
 
         Raises:
             UnprocessableMessage: The message has to stay in ``undeliverable``.
@@ -308,10 +308,10 @@ def redriving_for(
     """Return the conversion for an application's undeliverable messages.
 
     Args:
-        app: The application. The queues of ``task_queues``, ``task_routes`` and the tasks are
-            allowed, with their exchanges, and the names in ``rabbitdelay_checkin_allowed``; never
-            the queues and exchanges of the levels, of the broker, and of Celery's remote control
-            and events.
+        app: The application. The conversion allows the queues of ``task_queues``, ``task_routes``
+            and the tasks, with their exchanges, and the names in ``rabbitdelay_checkin_allowed``.
+            It never allows the queues and exchanges of the levels, of the broker, and of Celery's
+            remote control and events.
         delay: The shortest delay of a message: seconds, or a timedelta. None: until it is due.
         allow: Names of further queues and exchanges that messages may go to; ``*`` stands for any
             characters, ``?`` for one.

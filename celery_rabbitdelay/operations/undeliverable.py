@@ -67,7 +67,7 @@ def undeliverable_messages(
 
     Args:
         connection: A connection to the broker; another one like it is opened.
-        topology: The topology whose messages are read.
+        topology: The topology of the messages.
         limit: The maximum number of messages to read.
 
     Raises:
@@ -364,8 +364,8 @@ def redrive(
     at once is not redriven twice. Messages that another consumer holds are left out.
 
     Args:
-        place: The topology whose messages are redriven; other connections to its broker are opened
-            to read and to publish.
+        place: The topology of the messages; separate connections to its broker are opened to read
+            and to publish.
         redriving: Converts each message; None to delete the messages.
         matches: Returns whether a message is chosen.
         report: The report to fill; None for a new one.

@@ -126,7 +126,7 @@ def serialized(
     """Serialize and compress a body as :meth:`kombu.Producer.publish` does.
 
     Args:
-        producer: The producer, whose serializer is the default.
+        producer: The producer; its serializer is the default.
         body: The body.
         headers: The message's headers; compression adds one.
         **how: Options of kombu: serializer and compression, or the content type and the content

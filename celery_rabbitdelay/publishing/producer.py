@@ -231,7 +231,7 @@ class DelayedProducer(Producer):
             message: The message; its headers name the exchange and the routing key that its
                 consumer sees.
             queue: The queue that gets the message; None if the exchange chooses the queues.
-            due: When the message is to leave the levels.
+            due: When the message leaves the levels.
 
         Raises:
             RabbitDelayError: As for :meth:`delayed_message`.

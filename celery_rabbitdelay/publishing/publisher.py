@@ -355,8 +355,8 @@ class Pipeline:
         publisher: The publisher; nothing else may use it while messages are in flight.
         redeclare: The same as in :meth:`.Publisher.publish_all`, without the messages'
             destinations.
-        done: Called with each message that is confirmed, or has an error; must neither raise nor
-            publish.
+        done: Called with each message that is confirmed or has an error. The function must not
+            raise errors or publish.
     """
 
     publisher: Publisher

@@ -3,8 +3,8 @@
 The signature is an HMAC with SHA-256 (RFC 2104) over the parts of a message that distribution and
 workers trust: :attr:`.DelayHeaders.signed`; the two ids in :data:`SIGNED_PROPERTIES`; the headers
 that the registry uses, if the task has any; and the body of an envelope, because the messages in it
-may name destinations of their own. The signature does not cover the body and the user's headers of
-a single task. The signed parts do not change in the levels, so the signature still verifies after
+may name other destinations. The signature does not cover the body and the user's headers of a
+single task. The signed parts do not change in the levels, so the signature still verifies after
 years, and after the message was moved to other levels.
 """
 
@@ -74,7 +74,7 @@ class SigningKeys:
 
         Args:
             body: The message's body, signed only for an envelope.
-            properties: The message's AMQP properties, of which some are signed.
+            properties: The message's AMQP properties; only :data:`SIGNED_PROPERTIES` are signed.
             headers: The message's headers.
         """
         signed = _signed(body, properties, headers)

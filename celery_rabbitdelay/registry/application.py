@@ -127,7 +127,7 @@ class RegistryOptions(NamedTuple):
 
         Args:
             settings: The registry's settings, which have the lowest precedence.
-            task: The task, whose attributes ``once`` and ``track`` override the settings; None if
+            task: The task; its attributes ``once`` and ``track`` override the settings. None if
                 only its name is known.
             given: The options passed to ``apply_async``, which have the highest precedence.
             former: The headers of the task that this one retries or replaces, which override the

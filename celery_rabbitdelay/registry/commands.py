@@ -58,7 +58,7 @@ def with_registry() -> Iterator[RabbitDelay]:
     """Yield the application's ``app.rabbitdelay``, checked to have a registry.
 
     Raises:
-        click.UsageError: There is no registry, or a setting is invalid.
+        click.UsageError: The application has no registry, or a setting is invalid.
     """
     found = shared.delays()
     with shared.usage_errors(exceptions.RegistryRequired):
@@ -225,7 +225,7 @@ def cancel(
     if tasks or key is not None or also_future:
         raise click.UsageError("filters exclude ids, --key and --also-future")
     if shared.as_json() and not (yes or dry_run):
-        raise click.UsageError("--json does not ask: give --yes or --dry-run")
+        raise click.UsageError("--json cannot ask for confirmation: give --yes or --dry-run")
     job = filters["job"]
     with with_registry() as delays:
         sent_before = instant_of(delays.registry.now_ms() + 1)

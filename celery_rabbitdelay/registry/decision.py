@@ -119,7 +119,8 @@ class Arrival(NamedTuple):
         in_doubt: Its header :data:`REDELIVERED`.
         put_back_ms: The time until which the registry last put the task back; 0 if it never did.
         paused_ms: The start of the pause of the task's name or queue; 0 if neither is paused.
-        is_occurrence: Whether it belongs to a schedule, whose record decides and never expires.
+        is_occurrence: Whether the task belongs to a schedule; the schedule's record then decides,
+            and never expires.
     """
 
     task_id: str

@@ -267,8 +267,8 @@ class Index:
         names: The names of all keys.
         margin_ms: How late a task may be, in milliseconds. A later task does not count as waiting;
             for example, its queue was purged.
-        paused_since_ms: Returns the start of the oldest pause, whose tasks may be later than the
-            margin; None if nothing is paused.
+        paused_since_ms: Returns the start of the oldest pause, because paused tasks may be later
+            than the margin; None if nothing is paused.
     """
 
     store: Store

@@ -89,7 +89,7 @@ class Breaker:
 
 
 class Earlier(NamedTuple):
-    """A task whose new due time is earlier: the caller sends a second message.
+    """A postponement to an earlier time: the caller has to send a second message.
 
     Attributes:
         name: The task's name.
@@ -188,8 +188,8 @@ class Registry:
     def decide(self, arrivals: Sequence[Arrival], notes: bool = True) -> list[Decision]:
         """Decide whether arrived tasks run, by the rule in ``arrive.lua``.
 
-        This takes one round trip per server, and one more for tasks with a key or with a job whose
-        outcome is not cached. If an answer is lost, the call may be repeated.
+        The decision takes one round trip per server, and another one for tasks with a key, or with
+        a job whose outcome is not cached. If an answer is lost, the call may be repeated.
 
         Args:
             arrivals: The tasks.
@@ -263,8 +263,8 @@ class Registry:
     def register(self, registrations: Sequence[Registration]) -> list[str]:
         """Record messages that the broker has confirmed; a task with a key supersedes older ones.
 
-        Repeating the call changes nothing. It takes one round trip per server, and one more if
-        tasks are superseded, to remove them from the index.
+        Repeating the call changes nothing. The call takes one round trip per server, and another
+        one if it has to remove superseded tasks from the index.
 
         Returns:
             The state of every task: ``waiting``, ``arrived`` (this message was allowed to run),

@@ -150,7 +150,7 @@ class RowRegistration:
         content: Callable[[], Content] | None,
         delayed: Delayed,
     ) -> None:
-        """Keep what the registration of a row that is being sent needs.
+        """Keep the data for registering a row that is being sent.
 
         Args:
             row: The row's number.
@@ -164,7 +164,7 @@ class RowRegistration:
             self._sent[row] = call, message, delayed
 
     def _register(self, rows: Iterable[Sent]) -> None:
-        """Register confirmed rows. Compressing messages takes other threads no time."""
+        """Register confirmed rows. Compressing messages does not block other threads."""
         name, job = (self._task_name, self._wanted.job) if self._wanted.track else ("", "")
         registrations = [
             Registration(

@@ -174,8 +174,8 @@ class Store:
             name: The lease's key.
             token: Identifies the holder.
             lasts_ms: How long the lease lasts, in milliseconds from now; 0 releases it.
-            family: Take the lease over from a holder whose token begins with this text; empty for
-                no takeover.
+            family: Take over the lease if the holder's token begins with this text; empty for no
+                takeover.
 
         Raises:
             RegistryUnavailable: Redis did not answer.

@@ -288,7 +288,7 @@ class NotedSchedule(NamedTuple):
         is_deleted: Whether the schedule was deleted.
         is_paused: Whether the schedule is paused.
         is_sent: Whether ``put`` got the confirm of the first occurrence.
-        missed_ms: When a worker noticed that the occurrence is missing; 0 if none has.
+        missed_ms: When a worker noticed that the occurrence is missing; 0 if no worker did.
         healed_ms: When the occurrence was last sent again; 0 for never.
         last: The due time, the arrival and the fate of the last occurrence that arrived; None if
             unknown.
@@ -361,7 +361,8 @@ class Decided(NamedTuple):
 
     Attributes:
         goes_on: Whether the message is processed; otherwise it is dropped.
-        following_ms: The instant whose message must be published first; None if no message must.
+        following_ms: The instant of the message that must be published first; None if no message
+            must be.
         is_paused: Whether the schedule is paused.
         order: The order of the following message.
         is_lost: Whether Redis has lost the schedule's message.
@@ -513,7 +514,8 @@ class Records:
         Args:
             came: The occurrences and their fates.
             due: The next due times of their schedules, as for :meth:`note_due`.
-            lost: For schedules whose message Redis has lost: the waiting occurrence, the message.
+            lost: The waiting occurrence and the message, for schedules whose message Redis has
+                lost.
         """
 
         def add(pipeline: Any) -> None:

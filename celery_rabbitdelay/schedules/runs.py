@@ -42,7 +42,7 @@ class _Run:
     """A run in this worker.
 
     Attributes:
-        lease: Takes, renews or releases the lease, whose token identifies this arrival; see
+        lease: Takes, renews or releases the lease; the lease's token identifies this arrival. See
             :meth:`.Store.lease`.
         waits: Returns whether Celery makes the task wait for its rate limit; None until Celery has
             the task.

@@ -227,7 +227,7 @@ class ReadOptions(NamedTuple):
     """The options of a read.
 
     Attributes:
-        application: The application whose levels or registry are read.
+        application: The application; the read is about its levels or registry.
         what: ``pending``, ``levels`` or ``undeliverable``.
         partitions: The number of partitions.
         task: Only the tasks of this name.

@@ -149,7 +149,7 @@ class Recording:
         raise AssertionError(f"Expected one send of {wanted}; {number}. {listed}")
 
     def none(self, task: celery.Task[Any, Any] | str | None = None, **fields: Any) -> None:
-        """Assert that no send has these fields, which are as for :meth:`one`.
+        """Assert that no send has these fields; for the fields, see :meth:`one`.
 
         Raises:
             AssertionError: A send has these fields; the error lists all such sends.
@@ -282,7 +282,7 @@ class Recording:
             signals.send(signal, self._app, task.sent.task_id, task.arrival.due_ms)
 
     def _postponed(self, task_id: str, due_ms: int) -> None:
-        """Show the new due time of a waiting task, whose message is put back when it arrives."""
+        """Show the new due time of a postponed task; its message is put back when it arrives."""
         for each in self.recorded:
             if each.waits and each.sent.task_id == task_id and due_ms > each.arrival.due_ms:
                 each.sent = replace(each.sent, due=instant_of(due_ms))

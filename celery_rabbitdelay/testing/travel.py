@@ -12,8 +12,8 @@ have run. Therefore tasks that a task sends during the travel also come due duri
 other code sees the real time; see :attr:`Travel.code_sees_it`.
 
 A test cannot change the clock of a broker. During a travel, it therefore consumes all messages from
-the levels' queues, including messages that are sent during the travel. It publishes due messages
-without a delay, and all other messages at the end, with their remaining delays.
+the levels' queues, including messages that are sent during the travel. The travel publishes due
+messages without a delay, and all other messages at the end, with their remaining delays.
 """
 
 from __future__ import annotations
@@ -370,7 +370,7 @@ class HeldMessage(NamedTuple):
 
     Attributes:
         due_ms: When it leaves the levels, in milliseconds since 1970-01-01 UTC.
-        tag: Its delivery tag, which grows with every message.
+        tag: The message's delivery tag, which grows with every message.
         message: The message.
     """
 

@@ -125,9 +125,9 @@ class SharedClock(Clock):
 def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
     """Let this process and its forks follow a clock in a block.
 
-    A travel passes days within the seconds for which answers of the registry and of the broker are
-    cached. So no answer is cached. Tasks expire by this clock too. A travel stops whenever a held
-    task asks the registry again. So all held tasks ask rarely, and at the same time.
+    Within the seconds for which answers of the registry and of the broker are cached, a travel may
+    pass days. So no answer is cached. Tasks expire by this clock too. A travel stops whenever a
+    held task asks the registry again. So all held tasks ask rarely, and at the same time.
 
     Args:
         clock_ns: Returns the nanoseconds since 1970-01-01 UTC.

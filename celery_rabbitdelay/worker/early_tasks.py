@@ -1,8 +1,8 @@
 """Early tasks: if a task reaches a worker before it may run, the worker puts it into the levels.
 
-There are three kinds of early tasks. A producer that does not know the levels (plain Celery,
-another language, an older version) sends a task at once, with an ``eta`` in the future: Celery
-would hold the task in the worker. A task may leave the levels before it is due (see
+Early tasks are of three kinds. A producer that does not know the levels (plain Celery, another
+language, an older version) sends a task at once, with an ``eta`` in the future: Celery would hold
+the task in the worker. A task may leave the levels before it is due (see
 ``modules/forwarding.py``): Celery would start it at once. And the registry may make a due task
 wait.
 """
@@ -160,8 +160,8 @@ def publish_each(
 class EarlyTasks(BatchThread[Early]):
     """Detects early tasks, and puts them back into the levels, in a thread.
 
-    The thread publishes on a connection of its own, so neither the worker's tasks nor its heartbeat
-    wait for a confirm. A message is acknowledged once the broker has confirmed the message that
+    The thread publishes on a separate connection, so that the worker's tasks and its heartbeat do
+    not wait for confirms. A message is acknowledged once the broker has confirmed the message that
     replaces it. If the worker dies before that, the broker redelivers the original.
 
     Args:

@@ -133,7 +133,7 @@ class RestoringStrategies(dict[str, Strategy]):
     Celery sets the strategies again on every connection, and when the pool is restarted.
 
     Args:
-        consumer: The consumer, whose present strategies are wrapped.
+        consumer: The consumer; its present strategies are wrapped.
         takeover: Whether tasks with an ``eta`` go into the levels; see ``rabbitdelay_takeover``.
         origins: Checks the origin of a message; None to accept every origin.
 
