@@ -99,7 +99,7 @@ else:
 class TaskAttributes:
     """Defaults of attributes for tasks that do not set them."""
 
-    #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
+    #: False to keep Celery's own behavior: a worker holds the task until it is due.
     rabbitdelay: bool = True
 
     #: Whether only the first message with the task's id runs.

@@ -33,7 +33,7 @@ from celery_rabbitdelay.levels.delay import milliseconds, plain
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
-#: The options that say when a task may start. The one that was given last wins.
+#: The options for the time at which a task may start. The last given option wins.
 TIMES: Final = ("delay", "countdown", "eta")
 
 #: All options that may be a datetime or a timedelta.
@@ -52,14 +52,14 @@ PARTS: Final[Mapping[str | None, tuple[str, ...]]] = {
     "chord": ("header", "body"),
 }
 
-#: Why a ``key`` is refused: of the tasks under it, only the newest would run.
+#: Why a ``key`` is refused: only the newest of the tasks with this key would run.
 OF_ONE_TASK: Final = (
     "does not apply to a group, a chain or a chord: give it to one of their tasks, as in "
     "task.s(...).set(key=...)"
 )
 
-#: An option by which a signature tells ``send_task`` that it has called
-#: :func:`restore_body_delay` already.
+#: An option that tells ``send_task`` that the signature has already called
+#: :func:`restore_body_delay`.
 BODY_DELAY_IS_RESTORED: Final = "rabbitdelay_body_delay_is_restored"
 
 

@@ -53,13 +53,13 @@ from celery_rabbitdelay.publishing.message import (
 )
 from celery_rabbitdelay.publishing.signature import signed
 
-#: The registry's headers that differ between calls; its other headers are the same for all.
+#: The registry's headers that differ between calls; its other headers are the same for all calls.
 OWN_HEADERS: Final = (header_names.COPY, header_names.LIFE, header_names.KEY, header_names.ORDER)
 
 #: The options that are the same for all copies. Each is a text, a number or None.
 SHARED: Final = ("queue", "exchange", "routing_key", "priority", "serializer")
 
-#: The types of the values of :data:`SHARED`. None is not the same as no option: it overrides the
+#: The types of the values of :data:`SHARED`. None differs from a missing option: None overrides the
 #: task's attribute.
 PLAIN_TYPES: Final = (str, int, NoneType)
 
@@ -70,7 +70,8 @@ PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "ta
 OF_GROUP: Final = ("group_id", "root_id", "parent_id", "reply_to")
 OF_MEMBER: Final = PLAIN.union(OF_GROUP, ("group_index", "producer", "add_to_parent"))
 
-#: The maximum number of templates, one for each set of options. A further one replaces all.
+#: The maximum number of templates, one for each set of options. At the maximum, a new template
+#: replaces all others.
 MAX_TEMPLATES: Final = 256
 
 #: The headers that say where a message goes when it is due.
@@ -79,8 +80,8 @@ DESTINATION_HEADERS: Final = (header_names.EXCHANGE, header_names.ROUTING_KEY, h
 #: Headers set on the envelope, not on its items.
 RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, header_names.PRIORITY)
 
-#: Headers that only the envelope has if Celery builds each message. All others stand in the items,
-#: because receivers of signals may have changed them.
+#: Headers that only the envelope has if Celery builds each message. All other headers are in the
+#: items, because receivers of signals may have changed them.
 ENVELOPE_HEADERS: Final = frozenset(
     (*DESTINATION_HEADERS, header_names.DUE, header_names.SIGNATURE)
 )
@@ -175,7 +176,7 @@ class Template:
             for name, value in message.properties.items()
             if name in MESSAGE_PROPERTIES and name not in ("application_headers", "correlation_id")
         }
-        #: One for each ``reply_to``: every thread has its own.
+        #: A template for each ``reply_to``, because every thread has its own.
         self._encoder = lru_cache(maxsize=16)(self._make_encoder)
         self._json = JSONEncoder().encode
         #: The end of every body, if it is JSON and can be written faster; otherwise empty.

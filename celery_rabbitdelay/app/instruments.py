@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 if TYPE_CHECKING:
     from celery_rabbitdelay.publishing.producer import Delayed
 
-#: The prefix of each name, before an underscore.
+#: The prefix of all names of metrics, before an underscore.
 PREFIX: Final = "celery_rabbitdelay"
 
 #: The values of the labels of an instrument, in their order.

@@ -302,7 +302,7 @@ def borrowed_publisher(
             publisher.close_channel()
 
 
-#: The innermost block that is open in this context; it may be another thread's.
+#: The innermost block that is open in this context; another thread may have opened it.
 _innermost: Final[ContextVar[TaskPipeline | None]] = ContextVar("pipeline", default=None)
 
 

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from celery_rabbitdelay.publishing.message import Content
 
-#: Rows that are written already.
+#: Rows whose messages are already serialized.
 WrittenT = TypeVar("WrittenT")
 
-#: An addition's part in a send, or in a ``send_many``.
+#: An addition's hooks in a send, or in a ``send_many``.
 PartT = TypeVar("PartT")
 
-#: No headers, for a call without headers of its own.
+#: No headers, for a call without its own headers.
 NO_HEADERS: Final[Mapping[str, str]] = {}
 
 

@@ -49,7 +49,7 @@ from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-#: After this many rows that were not confirmed, no further rows are taken.
+#: After this many unconfirmed rows, no more rows are read.
 MAX_ERRORS: Final = 1000
 
 #: Seconds between two calls of the caller's ``progress``.
@@ -203,7 +203,7 @@ class RowSender(Sending):
             name: each for name, each in own.items() if name not in additions.options
         } | stamps
         self._ids = _random_ids()
-        #: The figures that are in the metrics already.
+        #: The counts that are already in the metrics.
         self._counted: Counter[Instrument] = Counter()
 
     def send(self, rows: Iterable[Given]) -> Report:

@@ -34,7 +34,7 @@ MICROSECOND: Final = timedelta(microseconds=1)
 
 _PLAIN: Final = frozenset((datetime, date, timedelta, int, float, str, type(None)))
 
-#: Enough for a float's 17 digits; the caller's decimal context does not apply.
+#: Enough precision for a float's 17 digits; the caller's decimal context does not apply.
 _EXACT: Final = Context(prec=50)
 
 

@@ -75,9 +75,9 @@ VERSION: Final = "rabbitdelay-version"
 #: The signature, if the sender has a signing key: str.
 SIGNATURE: Final = "rabbitdelay-signature"
 
-#: Why the properties of a received message cannot be read: str; and their bytes. Such a message has
-#: no other headers and goes to ``undeliverable``. If only its exchange or routing key cannot be
-#: read, :data:`UNREADABLE` is added to the message's own headers.
+#: Why the properties of a received message cannot be read: str; and the bytes of the properties.
+#: Such a message has no other headers and goes to ``undeliverable``. If only its exchange or
+#: routing key cannot be read, :data:`UNREADABLE` is added to the message's own headers.
 UNREADABLE: Final = "rabbitdelay-unreadable"
 UNREADABLE_PROPERTIES: Final = "rabbitdelay-properties"
 
@@ -135,7 +135,7 @@ OWN_CONTENT_TYPES: Final = "application/vnd.rabbitdelay."
 ENVELOPES: Final = f"{OWN_CONTENT_TYPES}envelope."
 ENVELOPE: Final = f"{ENVELOPES}1"
 
-#: The prefix of all our own headers.
+#: The prefix of all headers of this package.
 OWN_PREFIX: Final = "rabbitdelay-"
 
 #: The headers by which the registry decides whether a task runs.
@@ -147,7 +147,7 @@ REGISTRY: Final = frozenset(
 #: ``task.request.headers`` (https://github.com/celery/celery/issues/4875).
 NESTED_HEADERS: Final = "headers"
 
-#: Headers with further routing keys, which RabbitMQ uses without any check by a module
+#: Headers with additional routing keys, which RabbitMQ uses without any check by a module
 #: (https://www.rabbitmq.com/docs/sender-selected). In the levels, whose keys are digits, they can
 #: only do harm.
 SENDER_SELECTED: Final = ("CC", "BCC")
@@ -168,13 +168,13 @@ MAX_PRIORITY: Final = 4
 HIGHEST_PRIORITY: Final = 255
 MAX_EXPIRATION_MS: Final = 2**32 - 1
 
-#: More attempts, and more returns into the levels, than any message can have.
+#: An upper limit of the attempts, and of the returns into the levels, that no message reaches.
 MAX_COUNT: Final = 2**31
 
 #: The largest integer that Lua, the language of Redis's scripts, can distinguish from the next one.
 MAX_EXACT: Final = 2**53 - 1
 
-#: The life of a message whose sender could not reach Redis; it equals no other message's life.
+#: The life of a message whose sender could not reach Redis; no other message has the same life.
 UNKNOWN_LIFE: Final = -1
 
 #: Maximum characters of a value in an error text.
@@ -404,7 +404,7 @@ _INSTANT: Final = partial(is_int, least=0, most=MAX_DUE_MS), "milliseconds since
 _TEXT: Final = _is_text, "a text"
 _TRUE: Final = partial(operator.is_, True), "True"
 
-#: The test for valid values of every own header, and a description of these values.
+#: The check for valid values of every header of this package, and a description of these values.
 _KINDS: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     DUE: _INSTANT,
     EXCHANGE: (_is_text, "an exchange's name"),

@@ -31,7 +31,7 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, PROBES, RoutingK
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
-#: The modules beside the levels, by their names in ``rabbitdelay_modules``, and the probe service.
+#: The modules, by their names in ``rabbitdelay_modules``, and the probe service.
 CHECK_IN: Final = "check-in"
 DISTRIBUTE: Final = "distribution"
 PROBE: Final = "probe"
@@ -48,8 +48,8 @@ PAUSED_TTL: Final = 600_000
 #: The beginning of this package's consumer tags, which verify uses to find foreign consumers.
 CONSUMER_TAG: Final = "rabbitdelay-"
 
-#: The delivery limit of queues that should have none; see :data:`.DELIVERY_LIMIT`. RabbitMQ up to
-#: 3.13 has no value for "no limit".
+#: The delivery limit of queues that should not have a limit; see :data:`.DELIVERY_LIMIT`. RabbitMQ
+#: up to 3.13 has no value for "no limit".
 NO_DELIVERY_LIMIT: Final = 2**31 - 1
 
 #: Delivery limit of the module queues: a message redelivered more often is assumed to crash workers

@@ -25,15 +25,16 @@ Sample: TypeAlias = tuple[Instrument, Labels, float]
 #: Looks up the instruments that are observed.
 Observe: TypeAlias = Callable[[], Iterable[Sample]]
 
-#: The most combinations of label values of one metric. Further ones count as :data:`OTHER`, so that
-#: an application with a queue per user fills neither its memory nor Prometheus.
+#: The maximum number of combinations of label values of one metric. More combinations count as
+#: :data:`OTHER`, so that an application with a queue per user does not fill its memory or
+#: Prometheus.
 MAX_SERIES: Final = 2000
 
 #: The value of all labels in a combination beyond the maximum, or too long for a pipe.
 OTHER: Final = "(other)"
 
-#: The most bytes, without the length before them, that a pipe takes in one piece and never mixes
-#: with bytes of another process.
+#: The maximum bytes, without the length before them, that a pipe accepts atomically, that is,
+#: without mixing them with bytes of another process.
 MAX_BYTES: Final = PIPE_BUF - 4
 
 #: Seconds that a stopping worker waits for the counts that are still in the pipe.

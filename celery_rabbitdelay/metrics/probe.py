@@ -26,7 +26,7 @@ from celery_rabbitdelay.worker.bootsteps import HEARTBEAT, WorkerDeclaration
 
 logger = logging.getLogger(__name__)
 
-#: The type of the token, a message that only the worker that sends probes holds.
+#: The type of the token, a message that only the probing worker holds.
 TOKEN_TYPE: Final = "rabbitdelay-probe-token"  # noqa: S105 - no password
 
 #: The name of the route through all levels, used like the name of a level.

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: The errors of a server that cannot be reached, or refuses.
+#: The errors if a server cannot be reached, or refuses.
 AWAY: Final = (OperationalError, AMQPError, OSError, RabbitDelayError)
 
 #: Seconds for the broker to confirm the end of a connection.

@@ -22,19 +22,20 @@ MAX_UNANSWERED: Final = 30
 #: third.
 MAX_PROMPT: Final = 300
 
-#: A destination is prompt if it answers within this many seconds. If its limit is not reached for
-#: as long, the limit is reset.
+#: A destination is prompt if it answers within this many seconds. If a destination does not reach
+#: its limit for that time, the limit is reset.
 PROMPT: Final = 0.1
 
 #: Seconds without any answer after which a connection is closed if a destination has more than
 #: :data:`MAX_UNANSWERED` messages in flight on it: the broker has stopped reading from it.
 STUCK_AFTER: Final = 3.0
 
-#: Seconds for which a destination that held up others is limited to :data:`MAX_UNANSWERED`
-#: messages in flight.
+#: Seconds for which a destination that has held up other destinations is limited to
+#: :data:`MAX_UNANSWERED` messages in flight.
 SLOW_FOR: Final = 10.0
 
-#: Limit of remembered names, per purpose: clients may send messages for any number of names.
+#: The maximum number of remembered names, per purpose, because clients may send messages for any
+#: number of names.
 MAX_REMEMBERED: Final = 1000
 
 #: Whether a destination may get another message. If the destination is full, the message waits for
@@ -151,7 +152,7 @@ class AnswerTimes:
 
     @property
     def overloaded(self) -> list[str]:
-        """Destinations with more messages in flight than :data:`MAX_UNANSWERED`.
+        """How many destinations have more messages in flight than :data:`MAX_UNANSWERED`.
 
         If they are silent, the broker may stop reading from this connection.
         """

@@ -42,7 +42,8 @@ from celery_rabbitdelay.publishing.kombu_internals import may_be_decoded
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys, signed
 
-#: The signatures that follow a task; in protocol 2, the members of the last part of its body.
+#: The names of the signatures that a task can carry; in protocol 2, the members of the last part of
+#: its body.
 FOLLOWING: Final = ("callbacks", "errbacks", "chain", "chord")
 
 #: The fields that a client's task may not have, in a header or in a body of protocol 1. A task of a
@@ -73,7 +74,7 @@ _JSON: Final = "application/json"
 _DATA: Final = "application/data"
 
 #: The content encodings of JSON that check-in reads. For a worker, py-amqp decodes every encoding
-#: of Python, also UTF-16 and UTF-7, in which the bytes of a task look different.
+#: of Python, including UTF-16 and UTF-7, in which the bytes of a task look different.
 READ_ENCODINGS: Final = ("", "utf-8", "us-ascii", "ascii", "binary")
 
 #: Forbidden content encodings: Python's decoders take time quadratic in the body's length, and

@@ -194,7 +194,8 @@ class Deliveries:
         self._module = module
         self._statistics = module.statistics
         self._held = HeldBytes()
-        #: The prefetch count that the module wants, and the one in use, which fits the budget.
+        #: The prefetch count that the module wants, and the prefetch count in use, which fits the
+        #: budget.
         self._wanted = self._prefetch = 1
         self._consumers = 0
         self._tag: str | None = None

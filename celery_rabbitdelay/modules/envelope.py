@@ -63,7 +63,7 @@ _PROPERTIES: Final = tuple(name for name in MESSAGE_PROPERTIES if name != "appli
 #: bytes by default, so no valid block is larger; decoded JSON takes 20 times as many in Python.
 MAX_HEADER_BLOCK_BYTES: Final = 2**20
 
-#: Decompressed, and compressed, bytes per step.
+#: The number of decompressed bytes, and of compressed bytes, per step.
 _CHUNK: Final = 65_536
 _COMPRESSED_CHUNK: Final = 16_384
 

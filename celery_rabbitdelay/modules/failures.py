@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 #: Seconds until the broker is asked again for an exchange that did not exist.
 ASK_AGAIN: Final = 1.0
 
-#: Limit of missing exchanges found per second. Every such answer costs a channel and some
-#: milliseconds in which the module publishes nothing.
+#: Limit of missing exchanges found per second. Every answer about a missing exchange costs a
+#: channel, and some milliseconds in which the module publishes nothing.
 MAX_MISSING: Final = 20
 
 #: The context of a publication: the received message, and the message published for it.

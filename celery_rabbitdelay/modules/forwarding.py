@@ -304,11 +304,12 @@ def pause_ms(by_ms: int, topology: Topology) -> int:
     return min(by_ms, MAX_PAUSE_MS, topology.layout.capacity_ms)
 
 
-#: Seconds before the first retry, and further pauses as a share of the time since the first
-#: failure: a destination that was away for a minute gets its messages some 12 s after its return.
+#: The seconds before the first retry, and the later pauses as a fraction of the time since the
+#: first failure: a destination that was away for a minute gets its messages some 12 s after its
+#: return.
 PAUSES: Final = (1.0, 0.2)
 
-#: The pauses if other queues may have the message already, and get a copy with every retry.
+#: The pauses if other queues may already have the message, and get a copy with every retry.
 PAUSES_WITH_COPIES: Final = (60.0, 1.0)
 
 #: The longest pause, in seconds.

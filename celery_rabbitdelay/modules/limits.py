@@ -24,7 +24,7 @@ from celery_rabbitdelay.publishing.destination import bindings_of
 #: recursively: some 300 levels raise a RecursionError in a worker.
 MAX_DEPTH: Final = 32
 
-#: Matches a name; returns None if it does not.
+#: Matches a name; returns None if the name does not match.
 Matches: TypeAlias = Callable[[str], "re.Match[str] | None"]
 
 #: The Python types of AMQP's tables and arrays.
@@ -125,7 +125,7 @@ def _any_of(patterns: Iterable[str]) -> Matches:
     return re.compile("|".join(map(translate, patterns)) or "(?!)").match
 
 
-#: For a program without settings: all destinations are allowed.
+#: The limits for a program without settings: all destinations are allowed.
 ANYWHERE: Final = AllowedDestinations.matching(["*"])
 
 

@@ -30,23 +30,25 @@ from celery_rabbitdelay.publishing.wire import Wire, read_unreadable_properties
 
 logger = logging.getLogger(__name__)
 
-#: Received messages that are unpacked in turns: any of them may be an envelope of many megabytes.
+#: The maximum number of received messages that are unpacked in turns, because each message may be
+#: an envelope of many megabytes.
 UNPACKED_AT_ONCE: Final = 4
 
-#: The same for messages of at most :data:`SMALL_BYTES`: more of them, so that messages for a full
-#: destination do not hold up others.
+#: The same maximum for messages of at most :data:`SMALL_BYTES`. It is higher, so that messages for
+#: a full destination do not hold up other messages.
 SMALL_UNPACKED_AT_ONCE: Final = 32
 SMALL_BYTES: Final = 16_384
 
-#: Messages published for one received message in its turn.
+#: The maximum number of messages published for one received message in its turn.
 MESSAGES_PER_TURN: Final = 100
 
-#: Pauses before a message for the levels or for ``undeliverable`` is resent after a nack: the
-#: first pause, the step by which pauses grow, and their maximum, in seconds.
+#: The pauses before a message for the levels or for ``undeliverable`` is resent after a nack: the
+#: first pause, the increment, and the maximum, in seconds.
 NACK_PAUSES: Final = (0.1, 0.3, 3.0)
 
 #: Limit of the factor by which prefetch count and window grow while the broker answers nothing:
-#: all messages in flight may be for one silent destination, and the next ones for others.
+#: all messages in flight may be for one silent destination, and the next messages for other
+#: destinations.
 MAX_GROWTH: Final = 8
 
 #: Maximum frames read per iteration; a delivery has three.
@@ -70,7 +72,8 @@ class ConnectionStuck(Exception):
     """
 
 
-#: Errors that are logged without a traceback, beside those of the connection and its channels.
+#: Errors that are logged without a traceback, in addition to errors of the connection and its
+#: channels.
 EXPECTED: Final = (PermissionMissing, PublishError, ConnectionStuck)
 
 
@@ -110,7 +113,7 @@ class ModuleConsumer:
         #: The received messages that are unpacked in turns.
         self._unpacking: deque[Received] = deque()
         self._published = 0
-        #: Since when all of them wait for full destinations.
+        #: The time since which all of these messages wait for full destinations.
         self._held_up_since: float | None = None
         self._forwarder = Forwarder(
             module, self._exists, self._wire.frame_max, service.answer_times

@@ -26,8 +26,9 @@ REPEATED: Final = 1024
 #: The factor by which a replicated message costs each of its nodes more processor time.
 REPLICATED: Final = 1.45
 
-#: Bytes of memory, once messages are written into segments: of an envelope, or of a message among
-#: few; of a message among many, and of all queues together then. New messages use up to twice that.
+#: Bytes of memory, once messages are written into segments: of an envelope, or of a message if
+#: there are few; of a message if there are many, and then of all queues together. New messages use
+#: up to twice as much.
 FEW_MEMORY: Final = 1000
 MEMORY: Final = 420
 QUEUES_MEMORY: Final = 42_000_000
@@ -36,7 +37,7 @@ QUEUES_MEMORY: Final = 42_000_000
 ROW_DISK: Final = 45
 ENVELOPE_DISK: Final = 600
 
-#: The messages that one queue passes on a second, measured on two cores.
+#: The messages per second that one queue dead-letters, measured on two cores.
 QUEUE_RATE: Final = 2500
 
 #: The number of replicas that RabbitMQ gives a quorum queue, unless it has fewer nodes.

@@ -32,11 +32,11 @@ GUARD_PRIORITY: Final = 1000
 #: See :data:`.DEAD_LETTERING_FLAG`.
 NEEDED_FLAG: Final = "stream_queue"
 
-#: The fewest replicas with which a queue survives the death of a node:
+#: The minimum number of replicas with which a queue survives the death of a node:
 #: https://www.rabbitmq.com/docs/quorum-queues#replication-factor
 ENOUGH_REPLICAS: Final = 3
 
-#: The earliest and the latest that a probe may arrive, in seconds after its due time.
+#: The earliest and the latest arrival of a probe in time, in seconds after its due time.
 PROBE_IN_TIME: Final = (-1.0, 30.0)
 
 #: The name of a digit queue, without the prefix: days.70, or days.x10.0.s2 with shards.

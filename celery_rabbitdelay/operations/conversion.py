@@ -195,7 +195,7 @@ def check_source(source: Place) -> None:
 #: The number of queues in a chain, and of bits in a routing key.
 BITS: Final = 28
 
-#: The only reason to stay in the chain with which ``adopt`` still succeeds.
+#: A reason why a task stays in the chain. It is the only reason that does not make ``adopt`` fail.
 KEEPS_OWN: Final = "its task has rabbitdelay=False"
 
 #: Milliseconds by which a due time may be earlier than the end of the chain, which counts whole

@@ -59,7 +59,7 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[Json]]:
     }
 
 
-#: Stands for the prefix, which is an input of the Terraform module.
+#: A placeholder for the prefix, which is an input of the Terraform module.
 _PREFIX: Final = "@name@"
 
 

@@ -27,7 +27,7 @@ from celery_rabbitdelay.operations.source import waiting
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-#: The most reasons and queues in the text; ``--json`` has all of them.
+#: The maximum number of reasons and queues in the text; ``--json`` lists all.
 MAX_NAMED: Final = 10
 
 

@@ -124,25 +124,26 @@ class Destinations:
 #: due during a move is late by the time that the move takes.
 TAKEN_AHEAD: Final = 2000
 
-#: The most messages that may stay in their queues. They are held unacknowledged until the end; the
-#: broker needs some 200 bytes per message (measured on 3.10.8, 4.0.5 and 4.3.6).
+#: The maximum number of messages that may stay in their queues. They are held unacknowledged until
+#: the end; the broker needs some 200 bytes per message (measured on 3.10.8, 4.0.5 and 4.3.6).
 MOST_STAYING: Final = 1_000_000
 
-#: Seconds after which empty queues are looked at again: a message may be between two of them.
+#: Seconds after which empty queues are checked again, because a message may be moving from one
+#: queue to another.
 SETTLE: Final = 2.0
 
-#: The most messages, and the most seconds, of a batch: messages that are published before the next
-#: acknowledgement to the source. If the process dies, the messages of two batches may exist twice:
-#: the batch that is published, and the one before. RabbitMQ passes acknowledgements on to a busy
-#: quorum queue only when the queue has answered (quorum_commands_soft_limit).
+#: The maximum messages, and the maximum seconds, of a batch: the messages that are published before
+#: the next acknowledgement to the source. If the process dies, the messages of two batches may
+#: exist twice: the batch that is published, and the one before. RabbitMQ passes acknowledgements on
+#: to a busy quorum queue only when the queue has answered (quorum_commands_soft_limit).
 BATCH: Final = 100
 BATCH_SECONDS: Final = 0.05
 
 #: Seconds of a pause that a limited rate catches up on.
 CATCH_UP: Final = 0.1
 
-#: The most reasons that are counted one by one, because strangers can make up reasons. Further ones
-#: are counted together.
+#: The maximum number of reasons that are counted separately, because strangers can make up reasons.
+#: All other reasons are counted together.
 MOST_REASONS: Final = 200
 OTHER_REASONS: Final = "other reasons"
 
@@ -154,8 +155,9 @@ class Stay(Exception):
     """
 
 
-#: Takes a message and the name of its queue; returns what to publish for it, or None to delete it.
-#: It raises ``Stay``, or :class:`.UnprocessableMessage` if the message goes to ``undeliverable``.
+#: Called with a message and the name of its queue; returns the publication that replaces it, or
+#: None to delete it. It raises ``Stay``, or :class:`.UnprocessableMessage` if the message goes to
+#: ``undeliverable``.
 Convert: TypeAlias = Callable[[amqp.Message, str], Outgoing | None]
 
 
@@ -221,7 +223,8 @@ class Mover:
 
     def __post_init__(self) -> None:
         self._publisher = Publisher(self.target.connection.clone(heartbeat=0))
-        #: Kept: the publisher has a weak reference, and calls it once per connection.
+        #: This function must be kept, because the publisher has only a weak reference to it. The
+        #: publisher calls it once per connection.
         self._declare = self.target.declare
         self._ahead = int(min(max(self.rate, 1), TAKEN_AHEAD))
         self._limit = math.inf if self.limit is None else self.limit

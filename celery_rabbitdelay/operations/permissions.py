@@ -23,7 +23,8 @@ from celery_rabbitdelay.publishing.destination import bindings_of
 #: The roles of a broker's users.
 Role: TypeAlias = Literal["producer", "worker", "check-in", "operator"]
 
-#: The random part in the names of reply queues, and at the end of names of broadcast queues.
+#: A pattern for the random part in the names of reply queues, and at the end of names of broadcast
+#: queues.
 _UUID: Final = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 

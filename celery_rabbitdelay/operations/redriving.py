@@ -36,7 +36,7 @@ from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 
-#: The headers of a message, which may come from a stranger.
+#: The untrusted headers of a message.
 Headers: TypeAlias = Mapping[str, object]
 
 

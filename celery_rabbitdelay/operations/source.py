@@ -30,7 +30,7 @@ SILENCE: Final = 0.2
 
 #: Round trips to the queues before the channel is closed, so that the queues have received all
 #: acknowledgements. A channel passes only 32 of them at a time to a quorum queue, and drops the
-#: rest when it is closed (measured on 3.10.8).
+#: others when it is closed (measured on 3.10.8).
 BARRIERS: Final = 3
 
 #: The prefetch of a reader.
@@ -39,14 +39,14 @@ AHEAD: Final = 1000
 #: The priority of a reader. Other consumers have priority 0, so they receive messages first.
 READERS_PRIORITY: Final = -10
 
-#: After so many rounds without a message, another consumer must hold what the queues have.
+#: After this many rounds without a message, another consumer must hold the remaining messages.
 MOST_IDLE_ROUNDS: Final = 3
 
 #: Seconds for an answer of the broker.
 ANSWER_TIMEOUT: Final = 30.0
 
-#: The most seconds that a reader holds messages: less than the broker's ``consumer_timeout`` of 30
-#: minutes
+#: The maximum seconds for which a reader holds messages: less than the broker's
+#: ``consumer_timeout`` of 30 minutes
 #: (https://www.rabbitmq.com/docs/consumers#acknowledgement-timeout).
 MOST_SECONDS: Final = 1500.0
 

@@ -45,8 +45,8 @@ _TABLES: Final = tomllib.loads(
 FAULTS: Final = _TABLES["faults"]
 
 #: ``danger``: tasks are lost, early, late by minutes, run twice, or cannot be sent. ``warning``:
-#: that happens if something else fails, or something is slower than necessary. ``note``: good to
-#: know; no harm until something changes.
+#: one of these happens if something else fails, or something is slower than necessary. ``note``:
+#: harmless until something changes.
 Severity: TypeAlias = Literal["danger", "warning", "note"]
 
 

@@ -11,7 +11,7 @@ from kombu import Connection
 #: The name of the control command; see :mod:`.operations.worker_status`.
 COMMAND: Final = "rabbitdelay_status"
 
-#: The key in a worker's answer, beside its modules, for the delayed tasks that it has started.
+#: The key in a worker's answer, besides its modules, for the delayed tasks that it has started.
 ARRIVALS: Final = "tasks"
 
 #: The key in a worker's answer, on request, for the worker's versions and settings.

@@ -104,7 +104,7 @@ class ConfirmChannel:
         self.wire: Wire = Wire(connection)
         self.blocked: str | None = None
         self.unconfirmed: Unconfirmed = Unconfirmed(on_settled)
-        #: The number of publications sent, which is the last one's delivery tag.
+        #: The number of publications sent, which is the delivery tag of the last publication.
         self._sent = 0
         self._collected: list[bytes] = []
         self._collected_bytes = 0

@@ -30,9 +30,9 @@ from celery_rabbitdelay.publishing import kombu_internals
 from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.publishing.refusals import conflict_explained
 
-#: Every 20th method waits for a reply; the others use ``nowait``. The interval is short because the
-#: broker takes some 15 ms to declare a quorum queue, and every reply has to arrive within the
-#: caller's timeout.
+#: Every 20th method waits for a reply; the other methods use ``nowait``. The interval is short
+#: because the broker takes some 15 ms to declare a quorum queue, and every reply has to arrive
+#: within the caller's timeout.
 METHODS_PER_ANSWER: Final = 20
 
 

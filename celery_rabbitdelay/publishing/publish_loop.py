@@ -45,16 +45,16 @@ BLOCKED: Final = (
     "rabbitmq-diagnostics alarms"
 )
 
-#: The reason for unconfirmed messages of which the broker has settled none.
+#: The reason for unconfirmed messages if the broker has not settled any message.
 NOT_IN_TIME: Final = "the broker did not confirm in time"
 
 #: Returns the next message; None if there is no message at present.
 NextPublication: TypeAlias = Callable[[], Publication | None]
 
-#: Default maximum of resends: no limit but the timeout.
+#: Default maximum of resends: no limit except the timeout.
 RESENDS: Final = None
 
-#: Default pauses before resends, in seconds: the first one, the step, and the maximum.
+#: Default pauses before resends, in seconds: the first pause, the increment, and the maximum.
 BACKOFF: Final = (0.0, 0.2, 1.0)
 
 #: The random part of a pause, so that producers that lost the same node do not reconnect at the
@@ -160,7 +160,7 @@ class PublishLoop:
         self._suspects_left = 0
         #: Whether the last call of the source returned no message.
         self._source_is_empty = False
-        #: Seconds that the source took for its last message; at first, as if it were slow.
+        #: Seconds that the source took for its last message; initially the value of a slow source.
         self._source_took = SLOW_SOURCE
         #: Time of the last progress, from which the timeout counts.
         self._progress = time.monotonic()

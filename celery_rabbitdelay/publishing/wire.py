@@ -49,8 +49,8 @@ REOPEN_TIMEOUT: Final = 5.0
 #: The minimum timeout of a wait for an answer, in seconds, after the deadline has passed.
 MIN_WAIT: Final = 0.001
 
-#: The maximum bytes that are received ahead. More would cost time: py-amqp copies the rest of the
-#: bytes with every part of a frame.
+#: The maximum bytes that are received ahead. More would cost time, because py-amqp copies the
+#: remaining bytes with every part of a frame.
 RECEIVED_AT_ONCE: Final = 4096
 
 _END: Final = b"\xce"

@@ -54,8 +54,8 @@ class RegistrySettings(SettingsGroup):
     #: ``redis+cluster://host:6379`` names any server of a cluster.
     registry_url: Annotated[str | None, _REGISTRY_URL] = None
 
-    #: Further arguments of redis-py's client, such as ``socket_timeout``: the timeout in seconds
-    #: of connecting and of every answer, by default 0.5. For Sentinel also ``master_name`` and
+    #: Other arguments of redis-py's client, such as ``socket_timeout``: the timeout in seconds of
+    #: connecting and of every answer, by default 0.5. For Sentinel also ``master_name`` and
     #: ``sentinel_kwargs``.
     registry_options: Annotated[Options | None, _REGISTRY_OPTIONS] = None
 
@@ -63,7 +63,7 @@ class RegistrySettings(SettingsGroup):
     #: prefix, set it to the former one first.
     registry_prefix: Annotated[str | None, NAME_PREFIX] = None
 
-    #: The treatment of a due task with ``key``, ``job``, ``once`` or ``track`` if Redis does not
+    #: What happens to a due task with ``key``, ``job``, ``once`` or ``track`` if Redis does not
     #: answer: "hold" puts it back into the levels for some seconds, "run" runs it. All other tasks
     #: run.
     registry_down: RegistryDown = "hold"

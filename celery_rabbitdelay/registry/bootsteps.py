@@ -37,8 +37,8 @@ logger = get_logger(__name__)
 #: Seconds between two checks of the pauses.
 EVERY: Final = 1.0
 
-#: Seconds for which a worker returns tasks after a resume. Meanwhile, workers with older cached
-#: pauses may still move tasks to the queue of paused tasks.
+#: Seconds for which a worker returns tasks after a resume. During this time, workers with older
+#: cached pauses may still move tasks to the queue of paused tasks.
 AFTERWARDS: Final = 10.0
 
 #: Seconds that a stopping worker waits for the thread.

@@ -40,8 +40,8 @@ MAX_PAUSE: Final = 60.0
 ASK_AGAIN: Final = 5.0
 
 #: The batch window in seconds, used if the worker's prefetch count allows ``MIN_GATHERED`` times
-#: the tasks that have arrived. A round trip costs a good part of a task's processor time, whether
-#: it concerns one task or many.
+#: the tasks that have arrived. A round trip for one task takes as much processor time as for many,
+#: and a good part of a task's total.
 GATHER: Final = 0.004
 MIN_GATHERED: Final = 8
 
@@ -65,7 +65,7 @@ REASONS: Final = {
     Verdict.EXPIRED: "its job '{job}' was aborted or has expired",
 }
 
-#: The counters of tasks that do not run, or not now.
+#: The counters of tasks that do not run, or that wait again.
 COUNTED: Final = {
     Verdict.CANCELLED: application.CANCELLED,
     Verdict.SUPERSEDED: application.SUPERSEDED,

@@ -27,8 +27,8 @@ from celery_rabbitdelay.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-#: The note of a commit is due before the job expires: by this share of the remaining time, but not
-#: by more than this number of milliseconds.
+#: The record of a commit is due before the job expires: by this fraction of the remaining time, but
+#: at most by this number of milliseconds.
 NOTE_SHARE: Final = 0.25
 NOTE_MS: Final = 60_000
 

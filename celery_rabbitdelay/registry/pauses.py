@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 FRESH: Final = 1.0
 
 #: How often per second a worker asks again about tasks that a pause or an open job holds. A task
-#: may wait for its turn up to this share of the time for which it has been held.
+#: may wait for its turn up to this fraction of the time for which it has been held.
 PER_SECOND: Final = 50
 SHARE: Final = 0.25
 
-#: Up to this share of a wait is taken off at random, so that tasks do not return all at once.
+#: Waits are shortened at random by up to this fraction, so that tasks do not all return at once.
 JITTER: Final = 0.25
 
 #: The bounds of a wait in milliseconds: the shortest, the shortest among many tasks, the longest.

@@ -17,13 +17,13 @@ from celery_rabbitdelay.worker.celery_internals import Hub
 #: The answer of Redis if nothing is recorded and nothing is paused.
 NOTHING: Final = b":0\r\n:0\r\n"
 
-#: All bytes of an answer. Errors and pushes of Redis have others.
+#: The bytes that an answer consists of. Errors and pushes of Redis contain other bytes.
 OF_ANSWERS: Final = b":0123456789\r\n"
 
 #: Seconds from one attempt to connect to the next.
 CONNECT_EVERY: Final = 10.0
 
-#: How many times the time of a question is checked within the timeout.
+#: How often the age of a question is checked within the timeout.
 CHECKS: Final = 4
 
 TaskT = TypeVar("TaskT")

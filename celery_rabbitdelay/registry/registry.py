@@ -26,12 +26,12 @@ from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, Questions
 from celery_rabbitdelay.registry.store import UNREADABLE, ScriptCall, Store, readable
 
-#: How long the cancellation of an unknown task is kept, in milliseconds: ten years. Nobody knows
-#: when its message may arrive.
+#: How long the cancellation of an unknown task is kept, in milliseconds: ten years. Its message may
+#: arrive at any time.
 NOTE_MS: Final = 315_360_000_000
 
-#: The longest life of a record, in milliseconds: a hundred years. Without this limit a sender could
-#: make a record live for ever, because the due time in a message may be anything.
+#: The longest life of a record, in milliseconds: a hundred years. Without this limit, a sender
+#: could make a record live forever, because a message may have any due time.
 MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
 
 #: The longest wait for the lock of :meth:`Registry.alone`, and the pause between two attempts, in

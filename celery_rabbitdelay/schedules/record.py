@@ -50,8 +50,8 @@ HEAL_AFTER_MS: Final = 60_000
 #: was paused, or was skipped because the previous run had not ended.
 Fate = Literal["ran", "cancelled", "late", "paused", "overlapped"]
 
-#: The headers and properties whose change is an edit of the schedule. All others differ from one
-#: send to the next.
+#: The headers and properties whose change is an edit of the schedule. All other headers and
+#: properties differ from one send to the next.
 _OF_HEADERS: Final = ("shadow", "timelimit", "ignore_result", "compression")
 _OF_PROPERTIES: Final = ("priority", "delivery_mode", "content_type", "content_encoding")
 

@@ -284,10 +284,10 @@ MAX_NAME: Final = 222
 #: The longest jitter, in milliseconds: a day.
 MAX_JITTER_MS: Final = 86_400_000
 
-#: The treatment of an occurrence while another run of its schedule has not ended.
+#: What happens to an occurrence if another run of its schedule has not ended.
 Overlap = Literal["allow", "skip", "queue-one"]
 
-#: After missed occurrences, run one for all of them, or run them all, one after the other.
+#: After missed occurrences, run a single one, or run all of them, one after the other.
 LAST: Final = -1
 ALL: Final = -2
 

@@ -42,14 +42,14 @@ from celery_rabbitdelay.schedules.recurrence import (
 
 logger = getLogger(__name__)
 
-#: The options of a send that a schedule takes. All other options concern a single message.
+#: The options of a send that a schedule supports. All other options concern a single message.
 OPTIONS: Final = frozenset(
     {"queue", "exchange", "routing_key", "priority", "serializer", "headers", "ignore_result"}
     | {"time_limit", "soft_time_limit", "shadow", "argsrepr", "kwargsrepr", "link", "link_error"}
     | {"retry", "retry_policy", "compression", "delivery_mode", "mandatory"}
 )
 
-#: The number of instants searched for the shortest gap between two.
+#: The number of instants that are searched for the shortest interval.
 INSTANTS: Final = 50
 
 #: The delay of a triggered task, in milliseconds: the registry decides on delayed tasks only.

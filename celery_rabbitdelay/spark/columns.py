@@ -109,7 +109,7 @@ def alphabetical(names: Iterable[str]) -> list[str]:
 
 LENGTHS: Final = "a number of seconds, or an interval of days to seconds"
 
-#: The types of the columns that have a meaning of their own, and what they take, in words.
+#: The types of the columns with a special meaning, and the accepted values in words.
 TYPES: Final[Mapping[str, tuple[tuple[type[T.DataType], ...], str]]] = {
     "delay": ((T.NumericType, T.DayTimeIntervalType), LENGTHS),
     "eta": ((T.TimestampType,), "a timestamp; cast others to timestamp"),

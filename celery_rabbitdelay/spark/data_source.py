@@ -29,7 +29,7 @@ from celery_rabbitdelay.spark.application import application_of, brief, briefly,
 from celery_rabbitdelay.spark.options import ReadOptions, WriteOptions
 from celery_rabbitdelay.spark.write import Writer
 
-#: What readers yield.
+#: The values that readers yield.
 Rows: TypeAlias = "Iterator[tuple[object, ...] | pa.RecordBatch]"
 
 

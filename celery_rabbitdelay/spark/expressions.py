@@ -57,13 +57,13 @@ class Style(NamedTuple):
     is_sorted: bool = False
 
 
-#: As kombu's JSON.
+#: The notation of kombu's JSON.
 JSON: Final = Style(", ", ": ", '"', "null")
 
-#: As the JSON that ids are derived from.
+#: The notation of the JSON from which ids are derived.
 COMPACT: Final = Style(",", ":", '"', "null", is_sorted=True)
 
-#: As ``repr()``.
+#: The notation of ``repr()``.
 SHOWN: Final = Style(", ", ": ", "'", "None")
 
 

@@ -40,7 +40,7 @@ from celery_rabbitdelay.spark.options import WriteOptions
 CHUNK_BYTES: Final = 64_000_000
 ROW_BYTES: Final = 1000
 
-#: The further columns of refused rows: the error's name and its text, the job of the write, and
+#: The additional columns of refused rows: the error's name and its text, the job of the write, and
 #: Spark's partition and attempt, such as "3.0".
 FURTHER: Final = tuple(f"rabbitdelay_{each}" for each in ("error", "reason", "job", "attempt"))
 

@@ -40,7 +40,7 @@ from celery_rabbitdelay.testing.recorded_registry import RecordedRegistry
 from celery_rabbitdelay.testing.sent import Address, Recorded, Sent, Take, Wanted
 from celery_rabbitdelay.testing.worker import Clock, going_by
 
-#: :meth:`Recording.run_due` stops after this many tasks: they seem to send one another endlessly.
+#: :meth:`Recording.run_due` stops after this many tasks, because they seem to send tasks endlessly.
 MAX_RUNS: Final = 10_000
 
 

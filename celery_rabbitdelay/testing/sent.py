@@ -21,7 +21,7 @@ from celery_rabbitdelay.worker.restore import restore
 #: some time between reading the clock and sending.
 SLACK: Final = timedelta(seconds=5)
 
-#: The most sends that a failed assertion lists, the closest matches first.
+#: The maximum number of sends that a failed assertion lists, the closest matches first.
 MAX_LISTED: Final = 20
 
 
@@ -86,8 +86,8 @@ class Address(NamedTuple):
     queue: str | None = None
 
 
-#: Takes a message, its address, and its due time. Messages in the levels have a due time, and their
-#: address is in their headers; for all others, the due time is None and the address counts.
+#: Called with a message, its address, and its due time. Messages in the levels have a due time, and
+#: their address is in their headers; other messages have the given address, and no due time.
 Take: TypeAlias = Callable[[amqp.Message, Address, delay.Due | None], None]
 
 

@@ -61,7 +61,7 @@ class WorkerDeclaration:
         self._lock = Lock()
         self._has_declared = False
         #: The brokers where everything is declared: with a fail-over list, connections may reach
-        #: different ones.
+        #: different brokers.
         self._brokers: set[str] = set()
 
     def declare(self, connection: Connection) -> None:
@@ -225,8 +225,8 @@ PREFETCH: Final = {CHECK_IN: 1000, DISTRIBUTE: 300}
 #: recommends 5 to 20 (https://www.rabbitmq.com/docs/heartbeats#heartbeats-timeout).
 HEARTBEAT: Final = 20
 
-#: The heartbeat, at least, as a share of ``rabbitdelay_confirm_timeout``: a module sends none while
-#: it waits for an answer.
+#: The minimum heartbeat as a fraction of ``rabbitdelay_confirm_timeout``, because a module sends no
+#: heartbeats while it waits for an answer.
 SHARE: Final = 2 / 3
 
 

@@ -39,7 +39,7 @@ from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.wire import read_unreadable_properties
 from celery_rabbitdelay.worker.celery_internals import Consumer, Delivery, Request, Worker
 
-#: Takes a message for which Celery has raised an error.
+#: Called with a message about which Celery has raised an error.
 Refuse: TypeAlias = Callable[[Message, Exception], None]
 
 _TASK: Final = "task"
