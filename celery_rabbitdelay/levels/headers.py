@@ -3,9 +3,9 @@
 The headers of an arriving message are not trusted: another client, another version or an attacker
 may have written them. This file alone decides which values are valid. :func:`parse` reads headers
 once, and all other code works with :class:`DelayHeaders`. An invalid header counts as missing:
-distribution refuses the message, and a worker ignores the header. :mod:`.limits` decides where a
-message may go and what it may cost, and :mod:`.checkin` which tasks a client may send. Three
-parties set or see headers:
+distribution refuses the message, and a worker ignores the header. :mod:`.limits` decides which
+destinations, nesting and delays are allowed, and :mod:`.checkin` decides which tasks a client may
+send. Three parties set or see headers:
 
 - A client of check-in sets :data:`X_DELAY` and :data:`EXCHANGE`; see :func:`of_client`.
 - A producer with permission to publish to the levels may set every header. With a signing key,

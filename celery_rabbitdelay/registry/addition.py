@@ -142,7 +142,7 @@ class RegistryAddition(Addition):
             or job is None
             or note.properties.get("message_id") != job_id
         ):
-            raise exceptions.UnprocessableMessage("it records the commit of an invalid job")
+            raise exceptions.UnprocessableMessage("it records a commit, but names no valid job")
         try:
             registry_of(self.delays).jobs.confirm(str(job), str(job_id))
         except exceptions.RegistryUnavailable:

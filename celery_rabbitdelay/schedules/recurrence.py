@@ -102,8 +102,8 @@ class Recurrence(NamedTuple):
                 as ``@daily``; or a list of these.
             zone: The time zone of cron expressions: an IANA name or an offset such as UTC+05:30.
             start: The earliest instant: an aware datetime or its ISO 8601 text. Intervals count
-                from it; without it, from 1970-01-01 UTC, so that an interval of an hour is due on
-                the hour.
+                from this instant or, without it, from 1970-01-01 UTC, so that an interval of an
+                hour is due on the hour.
             end: The latest instant, in the same forms.
             exclude: Days in the time zone without instants: a date or its text, or a list of these.
 

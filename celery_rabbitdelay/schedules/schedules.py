@@ -197,7 +197,7 @@ class Schedules:
                 UTC+05:30. By default the crontab's own, or else the application's (see Celery's
                 ``timezone`` and ``enable_utc``).
             start: The earliest instant: an aware datetime or its ISO 8601 text. Intervals count
-                from it.
+                from this instant.
             end: The latest instant, in the same forms.
             exclude: Days in the time zone without occurrences: a date or its text, or a list of
                 these.

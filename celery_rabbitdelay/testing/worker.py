@@ -89,7 +89,7 @@ class SharedClock(Clock):
     """A clock of all processes that take part in a test.
 
     Args:
-        folder: The folder of its file.
+        folder: The folder of the clock's file.
     """
 
     def __init__(self, folder: Path) -> None:
