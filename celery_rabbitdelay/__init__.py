@@ -8,10 +8,10 @@ dead-letters to the next digit's exchange::
     app = Celery("shop", broker="amqp://")
     remind.apply_async((order,), countdown=3 * 86_400)
 
-Users import from here, kombu programs from :mod:`celery_rabbitdelay.kombu`, Spark's drivers from
-:mod:`celery_rabbitdelay.spark`, tests from :mod:`celery_rabbitdelay.testing`, web servers from
-:mod:`celery_rabbitdelay.web`, and additions from :mod:`celery_rabbitdelay.additions`. All other
-modules are private.
+Celery applications import from here, kombu programs from :mod:`celery_rabbitdelay.kombu`, Spark's
+drivers from :mod:`celery_rabbitdelay.spark`, tests from :mod:`celery_rabbitdelay.testing`, web
+servers from :mod:`celery_rabbitdelay.web`, and additions from :mod:`celery_rabbitdelay.additions`.
+All other modules are private.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
     "shared_task",
     "signals",
 ]
-# Type checkers read this form, and no other.
+# Type checkers understand only this form.
 __all__ += exceptions.__all__
 
 __version__ = "0.1.0"

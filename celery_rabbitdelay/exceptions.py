@@ -68,13 +68,13 @@ __all__ = [
 class RabbitDelayError(Exception):
     """Base class of all errors of celery_rabbitdelay.
 
-    An error is a dataclass: its arguments are the values of its attributes.
+    An error is a dataclass; its ``args`` are the values of its attributes.
 
     Attributes:
         may_have_arrived: Whether the broker may have the message although it sent no confirm: the
             message was written at least once, and neither refused nor returned. The task may then
-            run although the send failed, and another send may make a copy. If False, the broker
-            does not have the message.
+            run although the send failed, and another send may duplicate the task. If False, the
+            broker does not have the message.
     """
 
     may_have_arrived: bool = False
@@ -330,8 +330,8 @@ class NeedsDistribution(
 ):
     """The message needs distribution, which ``rabbitdelay_modules`` does not list.
 
-    Another send does not help. The error is an :class:`~kombu.exceptions.OperationalError` because
-    callers and Celery itself expect one when a task, or its callback, cannot be sent.
+    Sending the task again does not help. This is an :class:`~kombu.exceptions.OperationalError`,
+    because callers and Celery itself expect that error if a task or its callback cannot be sent.
 
     Attributes:
         what: The message, by its exchange and routing key or by its priority.
@@ -350,9 +350,9 @@ class NeedsDistribution(
 class MessageTooLarge(RabbitDelayError, OperationalError, ValueError, page="reference/bounds"):
     """The message is larger than modules accept, or than workers decompress.
 
-    Nothing was sent, and another send does not help. The error is an
-    :class:`~kombu.exceptions.OperationalError` because callers and Celery itself expect one when a
-    task, or its callback, cannot be sent.
+    Nothing was sent, and sending the message again does not help. This is an
+    :class:`~kombu.exceptions.OperationalError`, because callers and Celery itself expect that error
+    if a task or its callback cannot be sent.
 
     Attributes:
         size: The size of the message's body, in bytes.
@@ -371,10 +371,10 @@ class MessageTooLarge(RabbitDelayError, OperationalError, ValueError, page="refe
 
 
 class PublishError(RabbitDelayError, OperationalError):
-    """The broker did not confirm a message; regard the message as not sent.
+    """The broker did not confirm a message; treat the message as not sent.
 
-    ``may_have_arrived`` is True if the broker may have the message nevertheless, also from an
-    earlier attempt that lost its connection.
+    ``may_have_arrived`` is True if the broker may still have the message, perhaps from an earlier
+    attempt that lost its connection.
 
     Attributes:
         exchange: The exchange that the message was published to.
@@ -395,8 +395,8 @@ class PublishError(RabbitDelayError, OperationalError):
 class MessageNacked(PublishError):
     """The broker nacked the message (``basic.nack``): a queue was full or its leader away.
 
-    The broker may accept the same message later. It does not have the message, unless an earlier
-    attempt ended with a lost connection.
+    The broker may accept the same message later. The broker does not have the message, unless an
+    earlier attempt ended with a lost connection.
     """
 
 
@@ -404,8 +404,8 @@ class MessageRefused(PublishError):
     """The broker closed the channel because of the message, and would do so again.
 
     The message is larger than ``max_message_size`` or has an invalid property, or the user may not
-    write to the exchange; ``reason`` is the broker's. Another send of the same message does not
-    help. The broker does not have it, unless an earlier attempt ended with a lost connection.
+    write to the exchange; ``reason`` is the broker's. Sending the same message again does not help.
+    The broker does not have it, unless an earlier attempt ended with a lost connection.
     """
 
 
@@ -419,10 +419,10 @@ class MessageReturned(PublishError):
 class DeclarationRefused(PublishError):
     """The broker refused to declare what the message needs; ``reason`` is the broker's.
 
-    Usually the destination's queue exists with other arguments than the application's, the user
-    lacks the permission, or an exclusive queue is not declared. If the reason is temporary, such as
-    a classic queue whose node is down, the declaration is retried as after a lost connection. The
-    message was not written, unless an earlier attempt ended with a lost connection.
+    Usually the destination's queue exists with arguments that differ from the application's, the
+    user lacks a permission, or an exclusive queue is not declared. If the reason is temporary, such
+    as a classic queue on a node that is down, the publisher retries the declaration as after a lost
+    connection. The message was not written, unless an earlier attempt ended with a lost connection.
     """
 
 
@@ -472,13 +472,13 @@ class PermissionMissing(RabbitDelayError, OperationalError, page="how-to/permiss
 class PublishNotPermitted(PublishError, PermissionMissing):
     """The user lacks a permission that the message needs.
 
-    It is a :class:`MessageNotPermitted` or a :class:`DeclarationNotPermitted`. The message was not
-    written, unless an earlier attempt ended with a lost connection.
+    Every such error is a :class:`MessageNotPermitted` or a :class:`DeclarationNotPermitted`. The
+    message was not written, unless an earlier attempt ended with a lost connection.
     """
 
 
 class MessageNotPermitted(PublishNotPermitted, MessageRefused):
-    """The user may not write to the exchange, or not with this routing key.
+    """The user may not write to the exchange, or may not use this routing key.
 
     ``permission`` names the missing permission and the exchange.
     """
@@ -498,9 +498,9 @@ class ConfirmTimeout(PublishError):
 class ConnectionBlocked(PublishError):
     """The broker blocks publishers (memory or disk alarm) and did not unblock in time.
 
-    The broker announces the block only when it receives a message. It accepts that message once
-    the alarm is over, even if the connection is closed by then. So the broker may have a message
-    that was written.
+    The broker announces the block only when it receives a message. The broker accepts that message
+    once the alarm is over, even if the connection is closed by then. So the broker may have a
+    message that was written.
     """
 
 
@@ -540,7 +540,7 @@ class InvalidEnvelope(RabbitDelayError, ValueError, page="reference/bounds"):
 
 
 class UnprocessableMessage(RabbitDelayError, page="how-to/undeliverable"):
-    """A module cannot process a message, which goes to ``undeliverable``.
+    """A module cannot process a message; the message goes to ``undeliverable``.
 
     Attributes:
         reason: What is wrong with the message.
@@ -571,16 +571,17 @@ class InvalidDestination(RabbitDelayError, ValueError, page="how-to/undeliverabl
 
 
 class RowsNotConfirmed(RabbitDelayError, OperationalError, page="how-to/send_many"):
-    """Some rows of a ``send_many`` were not confirmed; all others are.
+    """Some rows of a ``send_many`` were not confirmed; all other rows were.
 
     Attributes:
         report: The counts of the send, a :class:`celery_rabbitdelay.Report`.
         errors: The errors of the unconfirmed rows before ``rest``, by row number from 0, in the
             rows' order.
-        uncertain: The numbers of the rows in ``errors`` that the broker may have nevertheless. The
-            broker does not have the other rows, so sending the others again makes no copies.
+        uncertain: The numbers of the rows in ``errors`` that the broker may have. The broker does
+            not have the other rows in ``errors``, so sending these again makes no duplicates.
         rest: The number of the first row that was not sent because the send had ended; None if
-            there is no such row. Unless the iterable raised, it has already yielded this row.
+            there is no such row. The iterable has already yielded this row, unless it raised an
+            error.
     """
 
     def __init__(self, report: Any, errors: Mapping[int, Exception], rest: int | None) -> None:
@@ -603,13 +604,13 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError, page="how-to/send_man
 
 
 class TasksNotConfirmed(RabbitDelayError, OperationalError, page="how-to/send_many"):
-    """Some tasks of a ``pipeline()`` or a group were not confirmed; all others are.
+    """Some tasks of a ``pipeline()`` or a group were not confirmed; all other tasks were.
 
     Attributes:
         errors: The errors of the tasks that were not confirmed, by task id, in the order of the
             failures.
-        uncertain: The ids of the tasks in ``errors`` that the broker may have nevertheless. The
-            broker does not have the other tasks, so sending the others again makes no copies.
+        uncertain: The ids of the tasks in ``errors`` that the broker may have. The broker does not
+            have the other tasks in ``errors``, so sending these again makes no duplicates.
     """
 
     def __init__(self, errors: Mapping[str, Exception]) -> None:
@@ -644,7 +645,7 @@ class InvalidOption(RabbitDelayError, ValueError, page="how-to/spark"):
 
     Attributes:
         name: The option's name.
-        value: Its value; None if it is missing or secret.
+        value: The option's value; None if it is missing or secret.
         takes: The values that the option accepts.
     """
 
@@ -662,7 +663,7 @@ class InvalidColumn(RabbitDelayError, TypeError, page="how-to/spark"):
 
     Attributes:
         name: The column's name.
-        type: Its type, as Spark writes it; None if it is missing.
+        type: The column's type, as Spark writes it; None if the column is missing.
         takes: The types or columns that are accepted.
     """
 
@@ -680,7 +681,7 @@ class ReadTooLong(RabbitDelayError, OperationalError, page="how-to/spark"):
 
     Attributes:
         messages: The number of messages that were read.
-        seconds: The seconds for which the messages were held.
+        seconds: How long the messages were held, in seconds.
     """
 
     messages: int
@@ -696,7 +697,7 @@ class AdditionMissing(RabbitDelayError, AttributeError):
     """A setting, an option, a method or a command needs an addition that is not installed.
 
     Attributes:
-        what: The missing object, as ``module:name``.
+        what: The object that cannot be imported, as ``module:name``.
         addition: The addition: the name of its folder in this package.
     """
 
@@ -768,7 +769,7 @@ class NotTracked(RabbitDelayError, ValueError, page="how-to/cancel"):
 
 
 class JobClosed(RabbitDelayError, ValueError, page="how-to/jobs"):
-    """A job cannot be opened, committed or aborted, or take tasks, in its present state.
+    """The job's state does not allow this call: open, commit, abort, or send with the job.
 
     Attributes:
         job: The job.
@@ -802,7 +803,7 @@ class ManagementUnavailable(RabbitDelayError, OperationalError, page="how-to/ver
     """RabbitMQ's management API cannot be reached, or refuses to answer.
 
     Attributes:
-        url: Its URL, without user and password.
+        url: The API's URL, without user and password.
         reason: What went wrong.
         status: The HTTP status; None without an answer.
     """

@@ -1,4 +1,4 @@
-"""The producer side of Celery: the application whose delays wait in RabbitMQ.
+"""The producer side of Celery: the application whose delayed tasks wait in RabbitMQ.
 
 Code that only a worker runs is in :mod:`celery_rabbitdelay.worker`.
 

@@ -56,8 +56,8 @@ _PACKAGE: Final = "celery_rabbitdelay"
 
 _REGISTRY: Final = f"{_PACKAGE}.registry"
 
-#: The additions of this package that the kernel has to know by name. Those for Spark and for tests
-#: are missing, because users import them.
+#: The additions of this package that the kernel has to know by name. The additions for Spark and
+#: for tests are missing, because users import them.
 BUILT_IN: Final = (
     Entry(
         "registry",
@@ -142,7 +142,7 @@ settings: Final[dict[str, str]] = {}
 #: The hooks of additions, by the names of their options.
 options: Final[dict[str, str]] = {}
 
-#: The places of all commands, by name; the kernel's commands are there from the start.
+#: The modules of all commands, by name. At first, these are the kernel's commands.
 commands: Final[dict[str, str]] = {
     name: f"{_PACKAGE}.command.levels:{name}" for name in ("declare", "route")
 }

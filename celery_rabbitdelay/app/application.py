@@ -1,4 +1,4 @@
-"""A Celery application whose delays wait in RabbitMQ.
+"""A Celery application whose delayed tasks wait in RabbitMQ.
 
 :class:`Celery` is a :class:`celery.Celery`; :func:`install` does the same for an existing
 application. Each send first tries :meth:`.Copies.send`: a plain send is copied from a template
@@ -99,7 +99,7 @@ else:
 class TaskAttributes:
     """Defaults of attributes for tasks that do not set them."""
 
-    #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
+    #: False to keep Celery's own behavior: a worker holds the task until it is due.
     rabbitdelay: bool = True
 
     #: Whether only the first message with the task's id runs.
@@ -112,7 +112,7 @@ class TaskAttributes:
 class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
     """The base class of the application's tasks, mixed into the one that the user chose.
 
-    Name it where a type is needed: as the ``base`` of a task, or as the type of ``self``.
+    Use this class where a type is needed: as the ``base`` of a task, or as the type of ``self``.
     ``retry()`` accepts ``delay``, and raises if the retry cannot be published.
     """
 
@@ -166,16 +166,17 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
         *more: object,
         **options: Unpack[DelayOptions],
     ) -> AsyncResult[ResultT_co]:
-        """Send the task, as :meth:`celery.app.task.Task.apply_async`, which takes ``delay`` too.
+        """Send the task like :meth:`celery.app.task.Task.apply_async`; also accepts ``delay``.
 
-        With ``task_always_eager`` the task runs at once, whatever its delay, as with ``countdown``.
+        With ``task_always_eager``, the task ignores the delay and runs at once, as with
+        ``countdown``.
 
         Args:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            *more: Further positional arguments of Celery.
-            **options: Options of Celery and ours; ``delay`` as
-                :meth:`celery_rabbitdelay.Celery.send_task` takes it.
+            *more: Celery's other positional arguments.
+            **options: Options of Celery and of this package; for ``delay``, see
+                :meth:`celery_rabbitdelay.Celery.send_task`.
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
@@ -214,13 +215,13 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
         delay: Delay | None = None,
         **options: Unpack[SendOptions],
     ) -> Retry:
-        """Retry the task, as :meth:`celery.app.task.Task.retry`, which takes ``delay`` as well.
+        """Retry the task like :meth:`celery.app.task.Task.retry`; also accepts ``delay``.
 
-        A retry that could not be sent is not lost in silence. If the error may pass and the task
-        has ``acks_late``, its message is requeued after a pause of up to 10 s, and the task runs
-        again; each requeue counts towards the queue's delivery limit. Otherwise the task fails with
-        the error. A ``delay`` in ``retry_kwargs`` counts like a countdown there: Celery's
-        ``retry_backoff`` takes precedence.
+        If the retry cannot be sent, the task is not lost silently. If the error is temporary and
+        the task has ``acks_late``, its message is requeued after a pause of up to 10 s, and the
+        task runs again; each requeue counts towards the queue's delivery limit. Otherwise the task
+        fails with the error. A ``delay`` in ``retry_kwargs`` counts like a countdown there:
+        Celery's ``retry_backoff`` takes precedence.
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``.
@@ -237,7 +238,7 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
             given["delay"] = plain(delay, "delay")
         if own := {name: given.pop(name) for name in own_options() if name in given}:
             given[BESIDE_STAMPS] = own
-        # An application's override may take these by keyword only.
+        # An application's override may accept these by keyword only.
         given |= _if_given(args=args, kwargs=kwargs, exc=exc, eta=eta, countdown=countdown)
         given |= _if_given(max_retries=max_retries)
         if not throw:
@@ -258,7 +259,7 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
 
 
 class TaskDecorator(Protocol):
-    """``app.task`` and ``shared_task``, for type checkers: their tasks take our options."""
+    """``app.task`` and ``shared_task``, for type checkers: tasks accept this package's options."""
 
     @overload
     def __call__(self, fun: Callable[P, ResultT], /, **options: object) -> Task[P, ResultT]: ...
@@ -301,29 +302,29 @@ shared_task: TaskDecorator = _shared_task
 
 
 def _mixed(name: str, mix: Callable[[Any], object]) -> cached_property[object]:
-    """Return an attribute of an application that Celery caches, with a class of ours mixed in.
+    """Return a cached attribute of an application, with a class of this package mixed in.
 
-    Celery, or the application's own class, makes the value when it is first needed. A value
-    that is assigned, as in Flask's recipe ``app.Task = ContextTask``, gets our class as well.
+    Celery, or the application's own class, makes the value when it is first needed. The class is
+    also mixed into assigned values, as in Flask's recipe ``app.Task = ContextTask``.
 
     Args:
         name: The attribute's name.
-        mix: Mixes our class into a value, once.
+        mix: Mixes the package's class into a value, unless it is there already.
     """
     made = cached_property(lambda app: mix(getattr(super(Celery, app), name)))
     return made.setter(lambda _, value: mix(value))  # type: ignore[attr-defined,no-any-return]
 
 
 def _if_given(**arguments: object) -> OwnOptions:
-    """Return arguments that are not None: an application's override may have other defaults."""
+    """Drop arguments that are None: an application's override may have other defaults."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 class Celery(DelayingCelery):
-    """A :class:`celery.Celery` whose delays live in RabbitMQ; takes the same arguments.
+    """A :class:`celery.Celery` whose delayed tasks wait in RabbitMQ; takes the same arguments.
 
     Tasks with ``countdown``, ``eta`` or ``delay`` wait in the levels, wherever Celery accepts these
-    options. Tasks without a delay take Celery's own path, unchanged.
+    options. Celery sends tasks without a delay as usual.
     """
 
     task: TaskDecorator  # type: ignore[assignment]
@@ -353,7 +354,7 @@ class Celery(DelayingCelery):
         return wall_clock.now().astimezone(self.timezone)
 
     def bugreport(self) -> str:
-        """Return the text of ``celery report``, also without the passwords in our settings."""
+        """Return the text of ``celery report``, without the passwords in ``rabbitdelay_*`` keys."""
         ours = f"\npackage  -> celery-rabbitdelay:{version('celery-rabbitdelay')}"
         return ours + without_passwords(super().bugreport())
 
@@ -365,17 +366,17 @@ class Celery(DelayingCelery):
     def send_task(
         self, name: str, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
     ) -> Result:
-        """Send a task by name, as :meth:`celery.Celery.send_task`, which takes ``delay`` as well.
+        """Send a task by name like :meth:`celery.Celery.send_task`; also accepts ``delay``.
 
         Args:
             name: The task's name.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            *more: Further positional arguments of Celery.
-            **options: Options of Celery and ours: ``delay``, the seconds or a timedelta until it
-                may start, where zero or less sends it at once; ``countdown`` or ``eta`` as in
-                Celery, where a naive ``eta`` is in UTC; ``tolerance``, the seconds or a timedelta
-                by which it may start late if that saves stops.
+            *more: Celery's other positional arguments.
+            **options: Options of Celery and of this package: ``delay``, the seconds or a timedelta
+                until the task may start, where zero or less sends it at once; ``countdown`` or
+                ``eta`` as in Celery, where a naive ``eta`` is in UTC; ``tolerance``, the seconds or
+                a timedelta by which the task may start late if that saves stops.
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
@@ -383,9 +384,9 @@ class Celery(DelayingCelery):
             InvalidSetting: A ``rabbitdelay_*`` setting is wrong, or ``task_protocol`` is 1.
             DelayTooLong: The delay is above the layout's capacity, and ``rabbitdelay_modules``
                 lacks check-in.
-            NeedsDistribution: ``rabbitdelay_modules`` lacks distribution, which is needed if not
-                exactly one known queue gets the task, or if its priority is above 4 and the levels
-                are quorum queues.
+            NeedsDistribution: ``rabbitdelay_modules`` lacks distribution. A task needs distribution
+                unless exactly one known queue gets it, and also if its priority is above 4 and the
+                levels are quorum queues.
             PublishError: The broker did not confirm.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track`` is given without a registry.
             JobClosed: The job is not open.
@@ -422,14 +423,14 @@ class Celery(DelayingCelery):
 
 
 def install(app: celery.Celery) -> Celery:
-    """Make the delays of an existing application live in RabbitMQ; return the application.
+    """Make delayed tasks of an existing application wait in RabbitMQ; return the application.
 
-    The application keeps its own classes of tasks, results, queues and remote control. A class of
-    this package is mixed into each of them.
+    The application keeps its own classes of tasks, results, queues and remote control. This
+    function mixes a class of this package into each of them.
 
     Args:
-        app: Any Celery application, Django's or a third party's. It stays the same object; only
-            its class becomes a subclass of :class:`Celery` as well.
+        app: Any Celery application, Django's or a third party's. The application stays the same
+            object; its class also becomes a subclass of :class:`Celery`.
     """
     if isinstance(app, Celery):
         return app
@@ -440,7 +441,7 @@ def install(app: celery.Celery) -> Celery:
 
 
 def _add(app: celery.Celery) -> None:
-    """Add our steps to an application's workers, and mix our class into its tasks."""
+    """Add this package's steps to the workers of an application, and its class to the tasks."""
     app.steps["consumer"].update(CONSUMER_STEPS)
     app.steps["worker"].add(MODULES_STEP)
     for each in filter(additions.exists, additions.entries):
@@ -449,7 +450,7 @@ def _add(app: celery.Celery) -> None:
         options = (click.Option([name], help=text) for name, text in each.worker_options.items())
         app.user_options["worker"].update(options)
     app.user_options["worker"].add(MODULES_OPTION)
-    # An attribute that exists already gets our class when it is assigned again.
+    # If the attribute exists already, assign it again, which mixes in this package's class.
     for name in ("amqp", "control", "AsyncResult", "Task"):
         if name in vars(app):
             setattr(app, name, vars(app)[name])

@@ -1,10 +1,10 @@
 """Signatures with a delay, in groups, chains, chords and callbacks.
 
-Celery passes an option that it does not know, such as ``delay``, through its canvas unchanged. That
-goes wrong in two places. The options of a whole chord reach its body as well, which would wait a
-second time. And a signature that travels in another task's message, as a callback or as the
-remainder of a chain, may be sent by a worker that does not know ``delay``; and JSON cannot express
-a timedelta.
+Celery passes an option that it does not know, such as ``delay``, through its canvas unchanged.
+But an unchanged ``delay`` fails in two places. The options of a whole chord reach its body as well,
+which would wait a second time. And a callback, or the remaining tasks of a chain, travel in another
+task's message: the worker that sends them may not know ``delay``, and JSON cannot express a
+timedelta.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from celery_rabbitdelay.levels.delay import milliseconds, plain
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
-#: The options that say when a task may start. The one that was given last wins.
+#: The options for the time at which a task may start. The last given option wins.
 TIMES: Final = ("delay", "countdown", "eta")
 
 #: All options that may be a datetime or a timedelta.
@@ -52,14 +52,14 @@ PARTS: Final[Mapping[str | None, tuple[str, ...]]] = {
     "chord": ("header", "body"),
 }
 
-#: Why a ``key`` is refused: of the tasks under it, only the newest would run.
+#: Why a ``key`` is refused: only the newest of the tasks with this key would run.
 OF_ONE_TASK: Final = (
     "does not apply to a group, a chain or a chord: give it to one of their tasks, as in "
     "task.s(...).set(key=...)"
 )
 
-#: An option by which a signature tells ``send_task`` that it has called
-#: :func:`restore_body_delay` already.
+#: An option that tells ``send_task`` that the signature has already called
+#: :func:`restore_body_delay`.
 BODY_DELAY_IS_RESTORED: Final = "rabbitdelay_body_delay_is_restored"
 
 
@@ -104,7 +104,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
         """
         given = self._checked(options)
         own, _ = without_stamps(given)
-        # Only a chord or a chain that contains this signature gives these options here.
+        # Only a chord or a chain that contains this signature passes these options.
         is_part = given.get("chord") is not None or bool(given.get("chain"))
         if own.get("key") is not None and (is_part or "group_id" in self.options):
             raise UnknownOption("key", own["key"], OF_ONE_TASK)
@@ -160,10 +160,10 @@ def _drop_other_times(own: OwnOptions, given: Options) -> None:
 def restore_body_delay(options: Options, delay: Any) -> OwnOptions:
     """Return options in which the body of a chord has its own delay, not that of the whole chord.
 
-    Celery has given the options of the whole chord to the body, and gives them to each task of the
-    header as well, so that the two delays are equal. The body gets its own delay back. If
-    the body is not a :class:`DelayingSignature` (a group, chain or chord, or a signature made from
-    a task name only), its own delay is unknown, and it ends up with none.
+    Celery has copied the options of the whole chord to the body, and copies them to each task of
+    the header, so the two delays are equal. The body gets its own delay back. If the body is not a
+    :class:`DelayingSignature` (a group, chain or chord, or a signature made from a task name only),
+    its own delay is unknown, and the body loses it.
 
     Args:
         options: The options with which a task of the header is sent; they are not changed.
@@ -214,10 +214,10 @@ def _each(signatures: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def translate_delays(options: Options, delays: Delays) -> OwnOptions:
-    """Return options whose nested signatures have a delay that any worker understands.
+    """Convert the delays of nested signatures to a form that any worker understands.
 
-    That is ``countdown``, which every Celery knows, or ``delay`` in seconds if a countdown would
-    not wait in the levels.
+    This form is ``countdown``, which every Celery knows, or ``delay`` in seconds if a countdown
+    would not wait in the levels.
 
     Args:
         options: The options of a task that is about to be sent; they are not changed.
@@ -225,7 +225,7 @@ def translate_delays(options: Options, delays: Delays) -> OwnOptions:
 
     Raises:
         InvalidDelay: The delay of a nested signature is not finite.
-        InvalidDelayType: It is not a length of time.
+        InvalidDelayType: The delay of a nested signature is not a length of time.
         UnknownOption: An addition refuses an option of a nested signature.
     """
     translate = partial(_translate, delays=delays)
@@ -254,7 +254,7 @@ def _add_delay(signature: Options, word: str, seconds: float) -> OwnOptions:
     if signature.get("subtask_type") == "chord":
         # Every task of the header gets the delay: before 5.7, Celery does not pass it on.
         kwargs = signature["kwargs"]
-        # A header that is a group loses the group's own options.
+        # If the header is a group, it loses the group's own options.
         header = kwargs["header"]
         tasks = header["kwargs"]["tasks"] if isinstance(header, Mapping) else header
         delayed = _each(tasks, lambda task: _add_delay(task, word, seconds))

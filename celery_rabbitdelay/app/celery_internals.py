@@ -46,7 +46,7 @@ def results_kept_in(app: celery.Celery, backend: Backend) -> Iterator[None]:
 
     Args:
         app: The application.
-        backend: The backend. Tasks that have a backend of their own keep it.
+        backend: The backend. Tasks with their own backend keep it.
     """
     private: Any = app
     former = private._backend_cache
@@ -58,14 +58,14 @@ def results_kept_in(app: celery.Celery, backend: Backend) -> Iterator[None]:
 
 
 def forget_connections(app: celery.Celery) -> None:
-    """Drop an application's connections, and its result backend, which are then made anew."""
+    """Drop an application's connections and its result backend; Celery creates new ones."""
     private: Any = app
     private._pool = private.amqp._producer_pool = None
     private._backend_cache = private._local.backend = None
 
 
 def has_quorum_queue(app: celery.Celery) -> bool:
-    """Return whether Celery would use its native delayed delivery, which a quorum queue turns on.
+    """Return whether Celery would use native delayed delivery; a quorum queue turns it on.
 
     Args:
         app: The application, whose broker is RabbitMQ.
@@ -74,11 +74,11 @@ def has_quorum_queue(app: celery.Celery) -> bool:
     return found
 
 
-# Combining our classes with those of an application.
+# Mixing classes of this package into those of an application.
 
 
 def combined_class(ours: type[object], base: type[object]) -> type[Any]:
-    """Return a subclass of both classes; our methods come first, and call the base's."""
+    """Return a subclass of both; this package's methods come first, and call the base's."""
     if issubclass(base, ours):
         return base
     if issubclass(ours, base):
@@ -88,7 +88,7 @@ def combined_class(ours: type[object], base: type[object]) -> type[Any]:
 
 
 def mixed(ours: type[object], made: object) -> Any:
-    """Combine our class with a class, or with the class of an object, in place."""
+    """Mix a class of this package into a class, or into the class of an object, in place."""
     if isinstance(made, type):
         return combined_class(ours, made)
     made.__class__ = combined_class(ours, type(made))
@@ -102,7 +102,7 @@ def installed_on(cls: type[object]) -> type[object]:
 
 
 class MixingTasks(TaskRegistry):
-    """An application's tasks, with our class mixed into every task.
+    """An application's tasks, with this package's class mixed into every task.
 
     Celery adds every task here, whatever its ``base``: from the decorators, ``shared_task`` and
     ``register_task``.
@@ -120,7 +120,7 @@ class MixingTasks(TaskRegistry):
             tasks[name] = task
 
     def __setitem__(self, name: str, task: Any) -> None:
-        # A proxy, such as the one that a decorator returns, is no task.
+        # A proxy, such as a decorator returns, is not a task.
         is_task = issubclass(type(task), celery.Task)
         super().__setitem__(name, mixed(self.ours, task) if is_task else task)
 
@@ -169,12 +169,12 @@ def check_arguments(task: Any, args: Iterable[object], kwargs: Mapping[str, obje
     """Check the arguments of a task as Celery does.
 
     Args:
-        task: The task; if it is only a name, nothing is checked.
+        task: The task. If only its name is given, nothing is checked.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
 
     Raises:
-        TypeError: The task does not take them.
+        TypeError: The task does not accept these arguments.
     """
     if not isinstance(task, str) and task.typing and hasattr(task, "__header__"):
         task.__header__(*args, **kwargs)
@@ -192,7 +192,7 @@ def copied_as(cls: type[SignatureT], made: Signature[Any]) -> SignatureT:
 
 
 def repr_limits(app: celery.Celery) -> tuple[tuple[int, int], int | None]:
-    """Return the maximum lengths of both headers, and the depth to which they show arguments."""
+    """Return the maximum lengths of both headers, and how deeply they show nested arguments."""
     name = "task_repr_maxlevels"
     # A setting since Celery 5.7; earlier versions ignore it.
     depth: int | None = app.conf[name] if name in SETTING_KEYS else 3
@@ -215,8 +215,8 @@ _AROUND_TASKS: Final = ("celery.app.autoretry", "celery.app.task")
 def is_sent_by_celery() -> bool:
     """Return whether Celery, and not the running task's own code, is sending a task.
 
-    These are callbacks, the next task of a chain, and the body of a chord. Celery sends them in the
-    function that called the task's own function, or in a task of Celery's.
+    Celery itself sends callbacks, the next task of a chain, and the body of a chord: in the
+    function that called the task's own function, or in one of Celery's own tasks.
     """
     frame: FrameType | None = sys._getframe(1)
     called = ""
@@ -231,9 +231,9 @@ def is_sent_by_celery() -> bool:
 
 
 def retries_by_itself() -> bool:
-    """Return whether Celery's ``autoretry_for`` called ``retry``, also through an override.
+    """Return whether Celery's ``autoretry_for`` called ``retry``, directly or through overrides.
 
-    Only our ``retry`` may call this: it looks at the frames above.
+    Only this package's ``retry`` may call this function, which inspects the call stack.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name == "retry":
@@ -242,14 +242,14 @@ def retries_by_itself() -> bool:
 
 
 def task_that_is_sent() -> str | None:
-    """Return the id of the task that is sent, if Celery's ``send_task`` called the caller."""
+    """Return the id of the task that Celery's ``send_task`` is sending; None for other callers."""
     frame = sys._getframe(2)
     is_sending = frame.f_code is unwrap(celery.Celery.send_task).__code__
     return frame.f_locals["task_id"] if is_sending else None
 
 
 def sends_a_group() -> bool:
-    """Return whether Celery's function that sends a group's members called the caller."""
+    """Return whether Celery is sending the members of a group, by the call stack."""
     code: CodeType = group._apply_tasks.__code__  # type: ignore[attr-defined]
     return sys._getframe(2).f_code is code
 
@@ -257,8 +257,9 @@ def sends_a_group() -> bool:
 def headers_of_former(app: celery.Celery, options: Options) -> Mapping[str, object]:
     """Return the headers of the task that a send retries or replaces.
 
-    They are read from the task that runs, because ``retry(headers=...)`` replaces them in the
-    options. If no task runs, because its worker process was lost, Celery passes them as options.
+    The headers are read from the running task, because ``retry(headers=...)`` replaces them in the
+    options. If no task is running, because its worker process was lost, Celery passes the headers
+    as options.
 
     Args:
         app: The application.
@@ -284,7 +285,7 @@ def arguments_by_name(
         values: The arguments.
 
     Raises:
-        TypeError: There are too many arguments.
+        TypeError: Too many arguments were given.
     """
     bound = signature(method).bind_partial(*[None] * first, *values)
     return dict(zip(list(bound.arguments)[first:], values, strict=True))
@@ -294,7 +295,8 @@ def eta_of(value: object, timezone: tzinfo) -> datetime | None:
     """Return an ``eta`` as Celery's requests read it, None if missing or invalid.
 
     Args:
-        value: A message's field, or a caller's option, which Celery writes there unchanged.
+        value: The ``eta`` of a message, or the option ``eta`` of a caller, which Celery copies to
+            the message.
         timezone: The time zone of the result. A naive instant is in UTC, whatever the settings
             ``timezone`` and ``enable_utc`` are.
 

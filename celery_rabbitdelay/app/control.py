@@ -1,4 +1,4 @@
-"""Celery's remote control of workers, and its results, both aware of tasks that wait."""
+"""Celery's remote control and results, extended for waiting tasks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class DelayingControl(Control):
         Args:
             command: Its name.
             arguments: Its arguments.
-            *more: Further arguments of Celery.
-            **options: Further arguments of Celery.
+            *more: Celery's other arguments.
+            **options: Celery's other arguments.
         """
         delays: Delays = self.app.rabbitdelay  # type: ignore[attr-defined]
         if delays.fake_broker is None:
@@ -36,8 +36,8 @@ class DelayingControl(Control):
 
         Args:
             task_id: The id of a task, or a list of ids.
-            *more: Further arguments of Celery.
-            **options: Further arguments of Celery.
+            *more: Celery's other arguments.
+            **options: Celery's other arguments.
         """
         answer = super().revoke(task_id, *more, **options)
         for each in _additions(self):
@@ -45,7 +45,7 @@ class DelayingControl(Control):
         return answer
 
     def purge(self, connection: Connection | None = None) -> int:
-        """Discard all tasks of the application's queues, and cancel the tracked ones that wait.
+        """Discard all tasks in the application's queues, and cancel all waiting tracked tasks.
 
         Untracked waiting tasks stay, and run when they are due.
 
@@ -74,9 +74,9 @@ DELAYED: Final = "DELAYED"
 class WaitingResult(AsyncResult):  # type: ignore[type-arg]
     """The result of a task, in the state ``DELAYED`` while a tracked task waits.
 
-    Celery's state ``PENDING`` means that nothing is known about a task. With a registry, one round
-    trip to Redis then says whether the task is tracked and waits. If not, or if Redis does not
-    answer, the state is ``PENDING``.
+    Celery's state ``PENDING`` also stands for unknown tasks. With a registry, one round trip to
+    Redis then says whether the task is tracked and waits. Otherwise, or if Redis does not answer,
+    the state is ``PENDING``.
     """
 
     @property

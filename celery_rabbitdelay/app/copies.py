@@ -1,13 +1,13 @@
-"""Copies: messages of a task's further calls, written like the first one, which Celery made.
+"""Copies: Celery makes a task's first message, and later calls are sent as copies of it.
 
 This file is an optimization; a reader can skip it. The messages of a task's calls with the same
 options differ in id, arguments and due time only. Celery makes the first message, which is the
 template of the next ones. Each send tries :meth:`Copies.send` first, which returns None if only
 Celery can make the message.
 
-A message may be copied while Celery would make the same one: no setting, queue, route, attribute of
-the task or receiver of a signal has changed, and no function but Celery's own has a part in it.
-Plain sends, rows and members of groups are copied, unless a running task sends them.
+A message may be copied while Celery would make the same message: no setting, queue, route,
+attribute of the task or receiver of a signal has changed, and only Celery's own functions take part
+in making it. Plain sends, rows and members of groups are copied, unless a running task sends them.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from celery_rabbitdelay.publishing.message import (
 )
 from celery_rabbitdelay.publishing.signature import signed
 
-#: The registry's headers that differ between calls; its other headers are the same for all.
+#: The registry's headers that differ between calls; its other headers are the same for all calls.
 OWN_HEADERS: Final = (header_names.COPY, header_names.LIFE, header_names.KEY, header_names.ORDER)
 
 #: The options that are the same for all copies. Each is a text, a number or None.
 SHARED: Final = ("queue", "exchange", "routing_key", "priority", "serializer")
 
-#: The types of the values of :data:`SHARED`. None is not the same as no option: it overrides the
+#: The types of the values of :data:`SHARED`. None differs from a missing option: None overrides the
 #: task's attribute.
 PLAIN_TYPES: Final = (str, int, NoneType)
 
@@ -70,7 +70,8 @@ PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "ta
 OF_GROUP: Final = ("group_id", "root_id", "parent_id", "reply_to")
 OF_MEMBER: Final = PLAIN.union(OF_GROUP, ("group_index", "producer", "add_to_parent"))
 
-#: The maximum number of templates, one for each set of options. A further one replaces all.
+#: The maximum number of templates, one for each set of options. At the maximum, a new template
+#: replaces all others.
 MAX_TEMPLATES: Final = 256
 
 #: The headers that say where a message goes when it is due.
@@ -79,8 +80,8 @@ DESTINATION_HEADERS: Final = (header_names.EXCHANGE, header_names.ROUTING_KEY, h
 #: Headers set on the envelope, not on its items.
 RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, header_names.PRIORITY)
 
-#: Headers that only the envelope has if Celery builds each message. All others stand in the items,
-#: because receivers of signals may have changed them.
+#: Headers that only the envelope has if Celery builds each message. All other headers are in the
+#: items, because receivers of signals may have changed them.
 ENVELOPE_HEADERS: Final = frozenset(
     (*DESTINATION_HEADERS, header_names.DUE, header_names.SIGNATURE)
 )
@@ -111,7 +112,7 @@ def capture(
         delays: The application's delay levels.
         task: The task, or its name.
         call: The call.
-        options: Further options of ``apply_async``.
+        options: Other options of ``apply_async``.
         headers: The registry's headers that all calls share.
         connection: The caller's own connection, which the message will be published over.
     """
@@ -129,19 +130,20 @@ def function_to_send(app: celery.Celery, task: TaskOrName) -> Callable[..., Resu
 
 
 class Template:
-    """Writes the messages of further calls like the first message, in Celery's protocol 2.
+    """Writes the messages of later calls like the first message, in Celery's protocol 2.
 
     Args:
         first: The producer that has the message of the first call.
         call: The first call.
-        options: Further options of ``apply_async``.
+        options: Other options of ``apply_async``.
 
     Attributes:
         producer: The producer of the first call, which knows the destination, its declaration, and
             the policy for publishing.
         ignores_result: Celery's option ``ignore_result``.
         label: The queue, for metrics.
-        can_write_again: Whether a call that was written as an item can be written as a message.
+        can_write_again: Whether a call that was written as an item can also be written as a
+            message.
     """
 
     can_write_again = True
@@ -152,7 +154,8 @@ class Template:
         self.ignores_result = bool(first.delayed.message.headers.others.get("ignore_result"))
         message = first.delayed.message.amqp()
         correlation_id = message.properties.get("correlation_id")
-        # The caller's own, which all messages share; None if each message has its task's id.
+        # The caller's own correlation id, which all messages share; None if each message has its
+        # task's id.
         self._correlation_id = None if correlation_id == call.task_id else correlation_id
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
         sizes, self._repr_depth = celery_internals.repr_limits(first.amqp.app)
@@ -173,7 +176,7 @@ class Template:
             for name, value in message.properties.items()
             if name in MESSAGE_PROPERTIES and name not in ("application_headers", "correlation_id")
         }
-        #: One for each ``reply_to``: every thread has its own.
+        #: A template for each ``reply_to``, because every thread has its own.
         self._encoder = lru_cache(maxsize=16)(self._make_encoder)
         self._json = JSONEncoder().encode
         #: The end of every body, if it is JSON and can be written faster; otherwise empty.
@@ -185,7 +188,7 @@ class Template:
                 self._rest = ""
 
     def forget_arguments(self) -> None:
-        """Forget the arguments of the first call: a template is kept for long."""
+        """Forget the arguments of the first call, because a template is kept for a long time."""
         producer = self.producer
         producer.body = ((), {}, producer.body[2])
         message = producer.delayed.message._replace(body=b"")
@@ -428,7 +431,7 @@ class Copies:
         of_group: dict[str, object] = {}
         own: Mapping[str, object] = NO_HEADERS
         if is_member:
-            # The message of a member that is its own root is no template for others.
+            # The message of a member that is its own root cannot be a template for other members.
             if options.get("producer") is None or options.get("root_id") == task_id:
                 raise _NotACopy
             of_group = {name: options[name] for name in OF_GROUP if name in options}
@@ -505,19 +508,20 @@ class Copies:
         Args:
             task: The task, or its name.
             call: The call.
-            shared: Its options of :data:`SHARED`.
-            of_group: Its options of :data:`OF_GROUP`; for rows, the ``reply_to`` of the thread.
+            shared: The call's options that are in :data:`SHARED`.
+            of_group: The call's options that are in :data:`OF_GROUP`; for rows, the ``reply_to`` of
+                the thread.
             connection: The caller's own connection.
         """
         app = self._delays.app
         values = (*shared.values(), *of_group.values())
-        # Values of other types may be equal, and yet Celery may read them differently.
+        # Values of other types may be equal, but Celery may read them differently.
         if app.current_worker_task is not None or any(
             type(each) not in PLAIN_TYPES for each in values
         ):
             raise _NotACopy
         known = celery_internals.registered_task(app, task) if isinstance(task, str) else task
-        # A group's template replaces that of the former group; for rows, that of the former thread.
+        # A template replaces the template of the former group or, for rows, of the former thread.
         fingerprint = _message_fingerprint(app, known), of_group
         key = (task, *of_group, *shared.items())
         former = self._templates.get(key)
@@ -541,12 +545,12 @@ class Copies:
     def _may_copy(self, task: Any) -> bool:
         """Return whether Celery makes a task's messages from data alone.
 
-        False if foreign code takes part: a router, a receiver of a signal, a subclass, or a
-        library's wrapper around Celery's functions. Also false if Celery sends an event with each
-        message, and in Celery's message protocol 1.
+        False if other code takes part: a router, a receiver of a signal, a subclass, or a library's
+        wrapper around Celery's functions. Also false if Celery sends an event with each message,
+        and in Celery's message protocol 1.
 
         Args:
-            task: The task; None for one that the application does not know.
+            task: The task; None if the application does not know it.
         """
         delays: Delays = self._delays
         app: Any = delays.app
@@ -598,12 +602,12 @@ _OF_A_TASK: Final = (
 def _message_fingerprint(app: Any, task: Any) -> tuple[object, ...]:
     """Return a fingerprint of everything that shapes a message, in a few microseconds.
 
-    It misses changes within a value of the configuration, which Celery has read already, and the
-    effects of routers and receivers, which :meth:`Copies._may_copy` rules out.
+    The fingerprint does not cover changes inside a value of the configuration, which Celery has
+    already read, or the effects of routers and receivers, which :meth:`Copies._may_copy` rules out.
 
     Args:
         app: The application.
-        task: The task; None for one that the application does not know.
+        task: The task; None if the application does not know it.
     """
     conf, amqp = app.conf, app.amqp
     router, queues = amqp.router, amqp.queues
@@ -632,18 +636,18 @@ def _is_plain(task: Any) -> bool:
         and getattr(task, "_dump_pydantic_arguments", None) is None  # since Celery 5.6
         and not task.__v2_compat__
         and _definers(task, "shadow_name") == [celery.Task]
-        # Ours, which is mixed into every task, and Celery's.
+        # The method of this package, which is mixed into every task, and Celery's method.
         and _definers(task, "apply_async")[1:] == [celery.Task]
     )
 
 
 def _definers(instance: object, name: str) -> list[object]:
-    """Return which of an instance and its classes define a function, in their order."""
+    """Return the instance and the classes that define a function, in lookup order."""
     return [each for each in (instance, *type(instance).__mro__) if name in vars(each)]
 
 
 def _is_celerys(function: object) -> bool:
-    """Return whether a function is Celery's own, and not a wrapper that looks like it."""
+    """Return whether a function is Celery's own, and not a wrapper with its name."""
     if not isinstance(function, FunctionType) or not function.__module__.startswith("celery."):
         return False
     file = getattr(sys.modules.get(function.__module__), "__file__", None)

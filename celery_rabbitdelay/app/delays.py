@@ -51,9 +51,9 @@ class FakeBroker(NamedTuple):
     """Records the messages of an application in tests, instead of a broker.
 
     Attributes:
-        publisher: Takes the messages that would wait in the levels.
-        producer: Takes all other messages.
-        broadcast: Takes the name and the arguments of a command to the workers.
+        publisher: Records the messages that would wait in the levels.
+        producer: Records all other messages.
+        broadcast: Records the name and the arguments of a command to the workers.
     """
 
     publisher: Publisher
@@ -84,7 +84,7 @@ class Delays:
 
     @cached_property
     def groups(self) -> Groups:
-        """All configured settings, read on first use; :meth:`reset` reads them anew.
+        """All configured settings, read on first use; :meth:`reset` reads them again.
 
         Raises:
             InvalidSetting: A setting is wrong.
@@ -173,7 +173,7 @@ class Delays:
     def declare(self, connection: Connection) -> None:
         """Declare the levels on a broker, as a worker does at its start.
 
-        This also restores queues and exchanges that were deleted by hand, and takes about 50 ms.
+        Declaring restores queues and exchanges that were deleted by hand, and takes about 50 ms.
         With ``rabbitdelay_declare = "never"``, it only checks that they exist.
 
         Raises:
@@ -231,7 +231,7 @@ class Delays:
                 close()
 
     def reset(self) -> None:
-        """Drop settings and connections, also Celery's; the next use reads and opens them anew."""
+        """Drop settings and connections, including Celery's; they are read and opened on demand."""
         self.close()
         for name in ("groups", "settings", "pool", "available"):
             self.__dict__.pop(name, None)

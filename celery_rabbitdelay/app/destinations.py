@@ -1,7 +1,7 @@
 """Where check-in and distribution may publish, by the application's configuration.
 
-This is read once, when a worker or a command starts. ``app.amqp.queues`` does not count, since it
-grows with every queue that the application sends to.
+A worker or a command reads the destinations once, when it starts. ``app.amqp.queues`` does not
+count, since it grows with every queue that the application sends to.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def checkin_destinations(app: DelayingCelery) -> AllowedDestinations:
 
 
 def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
-    """Return where distribution may publish, by the setting or the rest of the configuration.
+    """Return where distribution may publish: by its setting, or by the other settings.
 
     Args:
         app: The application. In a worker, the queues that it consumes from at its start count too.
@@ -56,7 +56,7 @@ def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
     named = configured_destinations(app)
     consumed: Iterable[Queue] = app.amqp.queues.consume_from.values()
     queues = {*configured_queues(app).values(), *consumed}
-    # Each worker has a queue of its own for a broadcast, with a name of its own.
+    # Each worker has its own queue for a broadcast, with its own name.
     broadcasts = [
         _UUID.sub(_ANY_UUID, escape(queue.name)) for queue in queues if isinstance(queue, Broadcast)
     ]
@@ -71,8 +71,8 @@ def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
 def configured_destinations(app: DelayingCelery) -> AllowedDestinations:
     """Return the destinations in the configuration.
 
-    These are the queues of ``task_queues``, ``task_routes`` and the tasks, with their exchanges,
-    and the names in ``rabbitdelay_checkin_allowed``.
+    The destinations are the queues of ``task_queues``, ``task_routes`` and the tasks, with their
+    exchanges, and the names in ``rabbitdelay_checkin_allowed``.
 
     Args:
         app: The application.
@@ -87,7 +87,7 @@ def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
     """Return the queues in the configuration, by their names."""
     queues = app.amqp.Queues(app.conf.task_queues)
     for name in {app.conf.task_default_queue, *_named(app)}:
-        # Makes the queue, as Celery does, unless task_create_missing_queues is off.
+        # This makes the queue, as Celery does, unless task_create_missing_queues is off.
         with suppress(KeyError):
             queues[name]
     made: Mapping[str, Queue] = queues
@@ -97,8 +97,8 @@ def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
 def _without_reserved(allowed: AllowedDestinations, app: DelayingCelery) -> AllowedDestinations:
     """Exclude the destinations that no module ever publishes to.
 
-    These are the levels and their modules, the broker's own names, and the names that the settings
-    give Celery's remote control, its replies and its events.
+    Excluded are the levels and their modules, the broker's own names, and the names in the settings
+    of Celery's remote control, its replies and its events.
     """
     conf, topology = app.conf, app.rabbitdelay.settings.topology
     names = {conf.event_exchange, conf.result_exchange}

@@ -100,10 +100,10 @@ class RabbitDelay(Added, Delays):
         def __init__(self, app: DelayingCelery) -> None: ...
 
     def check(self, timeout: float = 1.0) -> None:
-        """Raise if a delayed task could not be sent now: a readiness check for web servers.
+        """Raise an error unless delayed tasks can be sent: a readiness check for web servers.
 
-        Connects like a send and publishes a message that reaches no queue: RabbitMQ has to answer
-        in time, and must not block publishers. The levels' queues are not checked. With
+        The check connects like a send, and publishes a message that reaches no queue: RabbitMQ has
+        to answer in time, and must not block publishers. The levels' queues are not checked. With
         ``rabbitdelay_declare = "never"``, the levels have to exist; otherwise, the first send
         declares them. With a broker other than RabbitMQ, the check only connects.
 
@@ -111,7 +111,7 @@ class RabbitDelay(Added, Delays):
             timeout: Seconds that it may take.
 
         Raises:
-            PublishError: A send would raise the same.
+            PublishError: A send would raise the same error.
             NoPublisherFree: All connections of the pool were in use for ``timeout`` seconds.
             TopologyIncomplete: The levels do not exist, and must not be declared.
         """
@@ -123,8 +123,8 @@ class RabbitDelay(Added, Delays):
         complete = partial(check_complete, topology=self.topology, by_marker=True)
         with (
             borrowed_publisher(self, timeout=timeout) as publisher,
-            # No queue is bound to this exchange. It may be missing, and a producer needs no
-            # permission for it.
+            # No queue is bound to this exchange. The exchange may be missing, and a producer needs
+            # no permission on it.
             suppress(exceptions.MessageReturned, exceptions.MessageNotPermitted),
         ):
             left = max(timeout - (time.monotonic() - began), MIN_TIMEOUT)
@@ -156,14 +156,14 @@ class RabbitDelay(Added, Delays):
         ``rabbitdelay_max_unconfirmed`` messages are unconfirmed. A send with ``key``, ``job`` or
         ``track``, a ``retry``, and a send over the caller's own connection are confirmed before
         they return.
-        Sends of other threads and coroutines do not belong to the block; a nested block is part of
-        the outer one. If the block raises, its end waits for the confirms as well; a
+        Sends of other threads and coroutines do not belong to the block. A nested block is part of
+        the outer block. If the block raises, its end waits for the confirms as well; a
         :class:`.TasksNotConfirmed` at the end of the error's chain of causes names the tasks that
         are not confirmed.
 
         Raises:
-            TasksNotConfirmed: Some tasks are not confirmed; the error names them, except the tasks
-                whose send has raised.
+            TasksNotConfirmed: Some tasks are not confirmed; the error names them, except tasks
+                whose send raised an error at once.
         """
         return open_pipeline(self)
 
@@ -237,7 +237,7 @@ class RabbitDelay(Added, Delays):
             task: The task, or its name.
             rows: A :class:`~celery_rabbitdelay.Row`, or a mapping of its fields, for each call.
                 A generator is read as rows are sent, never as a whole. A delay counts from the
-                moment when its row is taken.
+                moment when its row is read.
             tolerance: Seconds, or a timedelta, by which a task may start late if that saves stops
                 or fills envelopes.
             envelopes: Whether rows share messages. None: if ``rabbitdelay_modules`` has
@@ -251,10 +251,10 @@ class RabbitDelay(Added, Delays):
             The report.
 
         Raises:
-            UnknownOption: An option belongs to a row, such as ``delay``, or it is a producer.
+            UnknownOption: The option belongs in a row, such as ``delay``, or is ``producer``.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track`` is given without a registry.
-            RowsNotConfirmed: Some rows are not confirmed; the error names them. After 1,000 of
-                them, or if the broker cannot be reached, no further rows are taken.
+            RowsNotConfirmed: Some rows are not confirmed; the error names them. After 1,000
+                unconfirmed rows, or if the broker cannot be reached, no more rows are read.
             NeedsDistribution: Envelopes, or an option, need distribution, which no worker serves.
         """
         given, _ = without_stamps(options)

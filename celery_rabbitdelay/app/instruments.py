@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 if TYPE_CHECKING:
     from celery_rabbitdelay.publishing.producer import Delayed
 
-#: The prefix of each name, before an underscore.
+#: The prefix of all names of metrics, before an underscore.
 PREFIX: Final = "celery_rabbitdelay"
 
 #: The values of the labels of an instrument, in their order.
@@ -26,12 +26,13 @@ class Instrument:
     """An instrument, which Prometheus calls a metric.
 
     Attributes:
-        name: Its name without :data:`PREFIX`, and without the ``_total`` of Prometheus's counters.
+        name: The metric's name without :data:`PREFIX`, and without the ``_total`` of Prometheus's
+            counters.
         kind: Its kind.
-        help: Its meaning, in one sentence.
+        help: The metric's meaning, in one sentence.
         labels: The names of its labels.
         buckets: The upper bounds of a histogram's buckets, in seconds, without infinity.
-        is_observed: Whether its value is looked up at each collection, and not recorded by events.
+        is_observed: Whether the value is looked up at each collection, and not recorded by events.
     """
 
     name: str
@@ -57,7 +58,7 @@ def counter(name: str, text: str, labels: Labels = ("task", "queue")) -> Instrum
 
 
 def gauge(name: str, text: str, *labels: str) -> Instrument:
-    """Return a gauge, whose value is looked up."""
+    """Return a gauge; its value is looked up at each collection."""
     return Instrument(name, "gauge", text, labels, is_observed=True)
 
 

@@ -22,7 +22,7 @@ TaskOrName: TypeAlias = "celery.Task[Any, Any] | str"
 Args: TypeAlias = Sequence[object] | None
 Kwargs: TypeAlias = Mapping[str, object] | None
 
-#: The options of a send by their names: what ``apply_async`` and ``send_task`` take.
+#: The options of ``apply_async`` and ``send_task``, by name.
 Options: TypeAlias = Mapping[str, Any]
 
 #: A function's own dict of options, which it may change.
@@ -39,7 +39,7 @@ BESIDE_STAMPS: Final = "rabbitdelay_options"
 
 
 class SendOptions(TypedDict, total=False):
-    """The options of a send except delay, countdown and eta, for type checkers; ours come first."""
+    """The options of a send except delay, countdown and eta, for type checkers."""
 
     tolerance: Delay
     confirm_timeout: float

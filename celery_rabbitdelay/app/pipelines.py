@@ -3,8 +3,8 @@
 ``app.rabbitdelay.pipeline()`` opens such a block.
 
 A block belongs to the thread and the coroutine that opened it: a context variable holds the open
-blocks, and each block knows its owner. Celery sends the members of a group through a block of their
-own, or through the caller's.
+blocks, and each block knows its owner. Celery sends the members of a group through a separate
+block, or through the caller's open block.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class PublishedTask(NamedTuple):
 
 
 class TaskPipeline:
-    """The delayed sends of one block.
+    """The delayed sends of one ``pipeline()`` block.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
-        producer: The producer over whose connection a group is sent; None for a publisher of the
-            pool, which the first send takes and the end of the block returns.
+        producer: The producer of a group, whose connection is used; None to use a publisher of the
+            pool, from the first send to the end of the block.
         outer: The block around this one.
     """
 
@@ -120,7 +120,7 @@ class TaskPipeline:
         """
         if self._publisher is None:
             connection = None if self._producer is None else self._producer.connection
-            # This block has no publisher yet, so one of the connection or the pool is borrowed.
+            # This block has no publisher yet: borrow one for the connection, or from the pool.
             borrowing = borrowed_publisher(self.delays, connection, timeout)
             self._publisher = self._borrowed.enter_context(borrowing)
             settings, topology = self.delays.settings, self.delays.topology
@@ -153,7 +153,7 @@ class TaskPipeline:
 
     @contextmanager
     def lent(self) -> Iterator[Publisher]:
-        """Confirm all messages and lend the publisher; until it is back, no send uses the block."""
+        """Confirm all messages and lend the publisher; meanwhile, no send uses the block."""
         self._confirm()
         assert self._publisher is not None
         self._is_usable = False
@@ -212,7 +212,7 @@ class TaskPipeline:
         """Count the tasks that have an outcome, and send ``delayed`` for the confirmed ones.
 
         Not called while the broker's answers are read, because a receiver of the signal may send.
-        Tasks that get their outcome during such a send are left to the outermost call.
+        The outermost call handles tasks that get their outcome during such a send.
         """
         if self._is_noting:
             return
@@ -302,7 +302,7 @@ def borrowed_publisher(
             publisher.close_channel()
 
 
-#: The innermost block that is open in this context; it may be another thread's.
+#: The innermost block that is open in this context; another thread may have opened it.
 _innermost: Final[ContextVar[TaskPipeline | None]] = ContextVar("pipeline", default=None)
 
 
@@ -340,16 +340,16 @@ def open_pipeline(delays: Delays) -> Iterator[None]:
 def group_pipeline(
     delays: Delays, acquiring: AbstractContextManager[Producer], is_given: bool
 ) -> Iterator[Producer]:
-    """Acquire the producer of a group, whose delayed members are sent through a pipeline.
+    """Acquire the producer of a group, and send the group's delayed members through a pipeline.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
         acquiring: Celery's context, which returns the producer.
-        is_given: Whether the caller has given the producer.
+        is_given: Whether the caller has passed the producer.
 
     Raises:
-        RabbitDelayError: A member is not confirmed: its own error, whose chain of causes ends with
-            the :class:`.TasksNotConfirmed` that names all unconfirmed members.
+        RabbitDelayError: A member is not confirmed. The member's own error is raised; its chain of
+            causes ends with a :class:`.TasksNotConfirmed`, which names all unconfirmed members.
     """
     outer = None if is_given else current_pipeline(delays)
     with acquiring as producer:
@@ -396,7 +396,7 @@ def _with_last_cause(error: ErrorT, cause: BaseException) -> ErrorT:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and its causes, each of them once."""
+    """Return an error and its causes, without repetitions."""
     chain, seen = [error], {id(error)}
     while (cause := chain[-1].__cause__) is not None and id(cause) not in seen:
         chain.append(cause)
@@ -410,5 +410,5 @@ def _owner() -> tuple[int, int, object]:
         task = asyncio.current_task()
     except RuntimeError:
         task = None
-    # gevent replaces ``get_ident``: every greenlet has an identity of its own.
+    # gevent replaces ``get_ident``, so that every greenlet has its own identity.
     return os.getpid(), threading.get_ident(), task

@@ -2,8 +2,8 @@
 
 Rows that are due in the same tick travel in one envelope. With a tolerance, the delay is rounded up
 to a multiple of the largest place value that has one in [delay, delay + tolerance], so that many
-rows share it. The due time is then an instant, which does not move while rows wait for their group.
-This module opens no connection.
+rows share it. The due time is then fixed, and does not move while rows wait for their group. This
+module opens no connection.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class Row(NamedTuple):
     Attributes:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        delay: Seconds, or a timedelta, until it may start, from when the row is taken.
-        eta: The instant at which it may start; instead of a delay.
-        task_id: Its id; a random one by default.
-        key: Only the newest task under a key runs; needs the registry.
+        delay: Seconds, or a timedelta, until the task may start, counted from the moment when the
+            row is read.
+        eta: Instead of a delay: the instant at which the task may start.
+        task_id: The task's id; random by default.
+        key: The task's key: only the newest task under a key runs; needs the registry.
     """
 
     args: Sequence[Any] = ()
@@ -56,7 +57,7 @@ class Report:
         resent: How often a message was published again.
         messages: The number of confirmed messages, including envelopes.
         envelopes: The number of confirmed messages that hold several rows.
-        seconds: How many seconds it has taken.
+        seconds: The duration so far, in seconds.
         errors: The number of rows that were not confirmed, by the name of the error.
     """
 
@@ -78,7 +79,7 @@ def row_of(given: Mapping[str, object]) -> Row:
     """Return the row that has these fields.
 
     Raises:
-        InvalidRow: It is no mapping, or has an unknown field.
+        InvalidRow: The row is not a mapping, or has an unknown field.
     """
     if not isinstance(given, Mapping):
         takes = 'a celery_rabbitdelay.Row, or its fields, such as {"args": [7], "delay": 3600}'
@@ -227,7 +228,7 @@ class Grouper:
         ticks = -(-shared_ms // self._tick_ms)
         group = self._groups.get(ticks)
         if group is not None and len(item) >= self._max_bytes:
-            # A message of this size has a group of its own: an envelope may not hold more.
+            # A message of this size gets a separate group, because an envelope may not hold more.
             ready.append(self._take(ticks))
             group = None
         if group is None:

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from celery_rabbitdelay.publishing.message import Content
 
-#: Rows that are written already.
+#: Rows whose messages are already serialized.
 WrittenT = TypeVar("WrittenT")
 
-#: An addition's part in a send, or in a ``send_many``.
+#: An addition's hooks in a send, or in a ``send_many``.
 PartT = TypeVar("PartT")
 
-#: No headers, for a call without headers of its own.
+#: No headers, for a call without its own headers.
 NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Send:
-    """One call of ``Celery.send_task``, whose options and delay are checked.
+    """One call of ``Celery.send_task``, after the check of its options and delay.
 
     Attributes:
         delays: The application's delay levels.
@@ -66,8 +66,8 @@ class Send:
         task: The task; None if the application knows only its name.
         options: Celery's options, as the caller gave them. Additions get them with ``task_id``.
         added: The options of additions.
-        former: The headers of this package on the task that this one retries or replaces; empty if
-            it does neither.
+        former: This package's headers of the task that this send retries or replaces; empty for any
+            other send.
         has_id: Whether the caller has given the task's id.
     """
 
@@ -81,11 +81,11 @@ class Send:
 
 
 class AddedToSend:
-    """An addition's part in one send; its methods do nothing by default."""
+    """An addition's hooks in one send; its methods do nothing by default."""
 
     @property
     def is_alone(self) -> bool:
-        """Whether the send waits for its own confirm, also within a block of ``pipeline()``."""
+        """Whether the send waits for its own confirm, even inside a block of ``pipeline()``."""
         return False
 
     def headers(self, due: Due) -> Mapping[str, object]:
@@ -97,7 +97,7 @@ class AddedToSend:
 
 
 class AddedToRows(Protocol):
-    """An addition's part in a ``send_many``. Rows are numbered from 0."""
+    """An addition's hooks in a ``send_many``. Rows are numbered from 0."""
 
     @property
     def shared_headers(self) -> Mapping[str, object]:
@@ -108,26 +108,26 @@ class AddedToRows(Protocol):
         """Whether the addition needs every row; otherwise :class:`.WrittenRows` pass unread."""
 
     def take(self, due: Due) -> None:
-        """Note the due time of a row; raise if the row cannot be sent."""
+        """Record the due time of a row; raise an error if the row cannot be sent."""
 
     def with_headers(
         self, work: Iterator[tuple[int, Call | WrittenT]]
     ) -> Iterator[tuple[int, Call | WrittenT]]:
         """Yield the rows in their order, with the addition's headers for each.
 
-        Only a :class:`.Call` can have headers of its own; :class:`.WrittenRows` pass unchanged.
+        Only a :class:`.Call` can have its own headers; :class:`.WrittenRows` pass unchanged.
         """
 
     def sent(
         self, row: int, call: Call, content: Callable[[], Content] | None, delayed: Delayed
     ) -> None:
-        """Note that a row is sent; ``content`` is None if its message cannot be written again."""
+        """Record that a row is sent; ``content`` is None if its message cannot be written again."""
 
     def ended(self, rows: Iterable[int], is_confirmed: bool) -> None:
-        """Note whether the broker has confirmed rows."""
+        """Record whether the broker has confirmed rows."""
 
     def close(self) -> None:
-        """Finish; no further row comes."""
+        """Finish: no more rows will come."""
 
 
 class Addition:
@@ -185,7 +185,7 @@ class Addition:
     ) -> int | Sequence[bool] | None:
         """Decide about an envelope that is due, before distribution publishes its messages.
 
-        When these arrive, the workers decide about each of them again.
+        When these messages arrive, the workers decide about each message again.
 
         Args:
             inner: The headers of the messages in the envelope.
@@ -202,7 +202,7 @@ class Addition:
         Raises:
             UnprocessableMessage: The addition did not send this message.
         """
-        raise UnprocessableMessage("no addition has sent it")
+        raise UnprocessableMessage("it was sent by no installed addition")
 
     def revoked(self, task_ids: Sequence[str]) -> None:
         """Handle a call of Celery's ``revoke``."""
@@ -244,12 +244,12 @@ def checked_added_options(options: Options, delays: Delays) -> OwnOptions:
     """Return the options of additions among a send's options; the additions check them.
 
     Celery silently drops unknown options. Callers rely on the options that they pass, so an option
-    that would have no effect is an error, with a delay and without one.
+    without effect is an error, whether or not the send has a delay.
 
     Args:
-        options: What ``apply_async`` takes, without stamps of such names.
-        delays: The application's delay levels. The settings are read only if there is such an
-            option.
+        options: The options of ``apply_async``, without stamps of the same names.
+        delays: The application's delay levels. The settings are read only if an option of an
+            addition is given.
 
     Raises:
         UnknownOption: An option has an invalid value.
@@ -292,10 +292,11 @@ def refuse_unused(added: Options, advice: str) -> None:
 
     Args:
         added: The options.
-        advice: The advice in the error: why they have none, or how to send without them.
+        advice: The advice in the error: why the options have no effect, or how to send without
+            them.
 
     Raises:
-        UnknownOption: One of them is not False.
+        UnknownOption: An option of an addition is not False.
     """
     for name, value in added.items():
         if value is not False:

@@ -49,7 +49,7 @@ from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-#: After this many rows that were not confirmed, no further rows are taken.
+#: After this many unconfirmed rows, no more rows are read.
 MAX_ERRORS: Final = 1000
 
 #: Seconds between two calls of the caller's ``progress``.
@@ -70,8 +70,8 @@ Work: TypeAlias = "seams.Call | WrittenRows"
 class Sending:
     """Takes the caller's rows, and reports on them.
 
-    If the caller's iterable raises, its error is raised at the end, once every row before it has
-    its outcome. If some of these rows are not confirmed, the error's cause is a
+    If the caller's iterable raises an error, the error is raised at the end, once every earlier row
+    has its outcome. If some of these rows are not confirmed, the error's cause is a
     :class:`.RowsNotConfirmed`.
 
     Args:
@@ -79,8 +79,8 @@ class Sending:
 
     Attributes:
         report: The report so far.
-        stops_taking: Whether no further rows are taken.
-        is_reporting: Whether ``progress`` is running, or has raised.
+        stops_taking: Whether no more rows are read.
+        is_reporting: Whether ``progress`` is running, or has raised an error.
         next_progress: When :meth:`report_progress` is due, by the monotonic clock.
     """
 
@@ -97,7 +97,7 @@ class Sending:
         self.next_progress = self._began + PROGRESS_INTERVAL
 
     def take(self, rows: Iterable[GivenT]) -> Iterator[tuple[int, GivenT]]:
-        """Yield rows with their numbers, :class:`.WrittenRows` with that of their first row."""
+        """Yield rows with their numbers; :class:`.WrittenRows` have that of their first row."""
         try:
             for given in rows:
                 if self.stops_taking:
@@ -113,7 +113,7 @@ class Sending:
             self._error_of_rows, self._rest = error, self._taken
 
     def fail(self, rows: Sequence[int], error: Exception) -> None:
-        """Note the error of rows, by their numbers; raise it if it is a soft time limit."""
+        """Record the error of rows, by their numbers; raise a soft time limit."""
         if isinstance(error, SoftTimeLimitExceeded):
             raise error
         self.report.errors[type(error).__name__] += len(rows)
@@ -165,7 +165,7 @@ class RowSender(Sending):
         tolerance_ms: The milliseconds by which a task may start late.
         envelopes: Whether rows that are due in the same tick travel in one message.
         progress: Called with the report, every half second and at the end.
-        options: Further options of ``apply_async``, for all rows.
+        options: Other options of ``apply_async``, for all rows.
     """
 
     _template: copies.Template
@@ -189,7 +189,7 @@ class RowSender(Sending):
         self._task = task
         self._name = task if isinstance(task, str) else task.name
         self._tolerance_ms = tolerance_ms
-        # A fake broker takes messages of single rows.
+        # A fake broker accepts only messages of single rows.
         self._envelopes = envelopes and delays.fake_broker is None
         own, stamps = without_stamps(options)
         known = delays.app.tasks.get(task) if isinstance(task, str) else task
@@ -203,7 +203,7 @@ class RowSender(Sending):
             name: each for name, each in own.items() if name not in additions.options
         } | stamps
         self._ids = _random_ids()
-        #: The figures that are in the metrics already.
+        #: The counts that are already in the metrics.
         self._counted: Counter[Instrument] = Counter()
 
     def send(self, rows: Iterable[Given]) -> Report:
@@ -242,7 +242,7 @@ class RowSender(Sending):
             try:
                 self._template.envelope(b"", 0)
             except exceptions.InvalidEnvelope:
-                # JSON cannot express a shared header: send each row as a message of its own.
+                # JSON cannot express a shared header: send each row as a separate message.
                 self._envelopes = False
         groups = self._groups(chain([(number, given)], work))
         publications = filter(None, map(self._publication, groups))
@@ -254,7 +254,7 @@ class RowSender(Sending):
         except exceptions.PublishError as error:
             if self.is_reporting:
                 raise  # the caller's ``progress`` has raised it
-            # No further rows are taken. Rows that were taken and not sent yet have this error.
+            # No more rows are read. Rows that were read and not sent yet have this error.
             self.stops_taking = True
             for publication in publications:
                 self.report.sent -= len(publication.context)
@@ -298,7 +298,7 @@ class RowSender(Sending):
         return seams.Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
 
     def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
-        """Yield the calls in groups; a call that shares no envelope is a group without items."""
+        """Yield the calls in groups; a call outside an envelope is a group without items."""
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
         grouper = Grouper(layout, self._template.item, max_bytes=max_bytes)
         for number, given in work:
@@ -319,7 +319,7 @@ class RowSender(Sending):
     def _ready_group(self, number: int, written: WrittenRows) -> Group | None:
         """Return written rows as a group; None if they have to be written again.
 
-        They are written again if this application writes them differently, if an addition needs
+        Rows are written again if this application writes them differently, if an addition needs
         every row (tracked tasks), or if the group is too large for a message.
         """
         template = self._template
@@ -441,7 +441,7 @@ def send_one_by_one(
         rows: The rows.
         progress: Called with the report, every half second and at the end.
         tolerance: Seconds, or a timedelta, by which a task may start late.
-        options: Further options of ``apply_async``, for all rows.
+        options: Other options of ``apply_async``, for all rows.
 
     Raises:
         RowsNotConfirmed: At least one row could not be sent.

@@ -26,7 +26,7 @@ from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
 
 ValueT = TypeVar("ValueT")
 
-#: The beginning of all our keys.
+#: The prefix of all keys of this package.
 PREFIX: Final = "rabbitdelay_"
 
 #: The longest tick and the longest timeout, in seconds.
@@ -159,7 +159,7 @@ def _type_of(hint: Any, default: object) -> SettingType:
 #: The longest prefix that leaves every name on the broker below AMQP's 255 bytes.
 MAX_PREFIX_LENGTH: Final = 100
 
-#: The largest message that any RabbitMQ takes (``max_message_size``).
+#: The upper limit of RabbitMQ's setting ``max_message_size``, in bytes.
 MAX_MESSAGE_BYTES: Final = 512 * 2**20
 
 #: With 32 shards, the layout "clock" exceeds the 5,000 queues above which RabbitMQ's documentation
@@ -250,17 +250,17 @@ class Settings(SettingsGroup):
     #: The first part of every name on the broker.
     prefix: Annotated[str, NAME_PREFIX] = "rabbitdelay"
 
-    #: The levels: "clock", "binary" or "geometric"; a list of (name, base, unit), highest first,
-    #: for levels of your own; a mapping of the layout's ``name``, also "custom", and its options,
-    #: for example ``{"name": "geometric", "factor": 60, "levels": 5}``; or a ``Layout``.
+    #: The levels: "clock", "binary" or "geometric"; your own levels as a list of (name, base,
+    #: unit), highest first; a mapping of the layout's ``name``, also "custom", and its options, for
+    #: example ``{"name": "geometric", "factor": 60, "levels": 5}``; or a ``Layout``.
     layout: Annotated[object, _LAYOUT] = "clock"
 
     #: The resolution in seconds. Not used with a list of levels, whose tick is its lowest unit, or
-    #: with a ``Layout``, which has a tick of its own.
+    #: with a ``Layout``, which has its own tick.
     tick: Annotated[float, _TICK] = 0.1
 
-    #: The type of the levels' queues: "quorum", or "classic", which can lose a message that goes
-    #: from one level to the next while the broker fails.
+    #: The type of the levels' queues: "quorum", or "classic", which can lose a message that is
+    #: moving to the next level when the broker fails.
     queue_type: QueueType = "quorum"
 
     #: Whether ``countdown`` and ``eta`` wait in the levels too; ``delay`` and rows of ``send_many``
@@ -279,7 +279,7 @@ class Settings(SettingsGroup):
     confirm_timeout: Annotated[float, SECONDS] = 30.0
 
     #: A task that arrives more than this many seconds early, by the clock of its worker, goes back
-    #: into the levels for the rest.
+    #: into the levels for the remaining time.
     early_tolerance: Annotated[float, SECONDS] = 1.0
 
     #: The maximum number of unconfirmed messages that a module, or ``send_many``, has in flight.
@@ -293,25 +293,25 @@ class Settings(SettingsGroup):
     #: characters and for one. None: the names that the application knows.
     checkin_allowed: Annotated[Sequence[str] | None, _NAMES] = None
 
-    #: Whether the clients of check-in are trusted as producers are: their tasks may then have any
+    #: Whether to trust the clients of check-in as much as producers. Their tasks may then have any
     #: serializer and compression, and callbacks, a chain, a chord and ``reply_to``, which reach
     #: destinations beyond ``checkin_allowed``.
     checkin_trusted: bool = False
 
     #: The names of the queues and exchanges that distribution may reach, with ``*`` and ``?``.
     #: None: the queues that the application knows or that are bound to the levels, and every
-    #: exchange but those of Celery, of the broker and of the levels.
+    #: exchange except those of Celery, of the broker and of the levels.
     distribution_allowed: Annotated[Sequence[str] | None, _NAMES] = None
 
-    #: The key with which destination and due time are signed, or a list of keys: the first one
-    #: signs, and all verify. None: nothing is signed.
+    #: The key with which destination and due time are signed, or a list of keys: the first key
+    #: signs, and all keys verify. None: nothing is signed.
     signing_key: Annotated[str | Sequence[str] | None, _SIGNING_KEY] = None
 
     #: Whether distribution refuses messages without a valid signature, if there is a key.
     signing_required: bool = True
 
-    #: The maximum bytes of a message's body, also within an envelope, that check-in and
-    #: distribution take. A larger message is undeliverable.
+    #: The maximum bytes of a message's body, even inside an envelope, that check-in and
+    #: distribution accept. A larger message is undeliverable.
     max_message_bytes: Annotated[int, whole_number(MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
 
     #: Seconds for which a due message is retried, with growing pauses, if its destination refuses
@@ -340,7 +340,7 @@ class Settings(SettingsGroup):
 
     @cached_property
     def signing_keys(self) -> SigningKeys | None:
-        """The keys that sign and verify messages; None if there are none."""
+        """The keys that sign and verify messages; None without a signing key."""
         return None if self.signing_key is None else SigningKeys(self.signing_key)
 
     @property
@@ -360,8 +360,8 @@ class Settings(SettingsGroup):
         """Refuse a delay that is too long for the modules that workers serve.
 
         Raises:
-            DelayTooLong: It is above the layout's capacity, and ``modules`` lacks check-in.
-            InvalidDelay: It is longer than 100 years.
+            DelayTooLong: The delay is above the layout's capacity, and ``modules`` lacks check-in.
+            InvalidDelay: The delay is longer than 100 years.
         """
         if CHECK_IN not in self.modules:
             self.topology.layout.check_capacity(due.delay_ms)
@@ -382,7 +382,7 @@ def _layout_of(value: Any, tick: float) -> Layout:
 
 
 def read_settings(configuration: Mapping[str, object], namespace: str | None = None) -> Groups:
-    """Read and check our keys in a Celery configuration.
+    """Read and check this package's keys in a Celery configuration.
 
     Args:
         configuration: ``app.conf``, or any mapping.
@@ -392,7 +392,8 @@ def read_settings(configuration: Mapping[str, object], namespace: str | None = N
         The kernel's group, and the groups of the additions that have a key in the configuration.
 
     Raises:
-        InvalidSetting: A key is unknown, or Celery does not read it, or its value is invalid.
+        InvalidSetting: A key is unknown, has an invalid value, or is written so that Celery ignores
+            it.
     """
     keys = _keys(configuration, namespace)
     by_group: dict[type[SettingsGroup], dict[str, str]] = {Settings: {}}

@@ -40,7 +40,7 @@ cancelled: Final = _signal("cancelled")
 #: A task was postponed; in the process that calls ``postpone``.
 postponed: Final = _signal("postponed")
 
-#: A task does not run because a newer one was sent under its key; in the worker that discards it.
+#: A task does not run because a newer task was sent with its key; in the worker that discards it.
 superseded: Final = _signal("superseded")
 
 #: A delayed task has left the levels and is about to run; in the worker.

@@ -48,7 +48,7 @@ NO_PART: Final = "would do nothing, because its addition takes no part in this s
 def publish_policy(
     app: celery.Celery, options: Options, retry: bool, retry_policy: Options
 ) -> PublishPolicy:
-    """Return how a message is resent, by the caller's options and the settings.
+    """Return the timeout and the resends of a message, by the caller's options and the settings.
 
     Args:
         app: The application.
@@ -65,7 +65,7 @@ def publish_policy(
     if retry:
         resends = retries if is_counted else RESENDS
     else:
-        # Celery 5.7 counts the retries of a callback itself, and turns ours off.
+        # Celery 5.7 counts the retries of a callback itself, and turns off those of this package.
         given = options.get("retry")
         is_on = app.conf.task_publish_retry if given is None else given
         resends = RESENDS if is_on and not is_counted and celery_internals.sends_a_callback() else 0
@@ -85,14 +85,14 @@ def publish_policy(
 
 
 class DelayedTaskProducer(DelayedProducer):
-    """Publishes one task into the levels, and events as any producer does.
+    """Publishes one task into the levels, and events like any producer.
 
     Celery resolves exchange, routing key, headers and properties of a task as if it had no delay,
     sends its signals, and calls :meth:`publish`.
 
     Args:
         delays: The application's delay levels.
-        name: The task's name, also an attribute.
+        name: The task's name; also an attribute of the object.
         due: When the task may start.
         options: The options of ``apply_async``, as the caller has given them.
         connection: The caller's own connection, to be used instead of the pool's.
@@ -140,14 +140,14 @@ class DelayedTaskProducer(DelayedProducer):
         self._is_sent = False
 
     def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
-        """Publish the task into the levels; publish an event that follows it without a delay.
+        """Publish the task into the levels; publish the event that follows it without a delay.
 
-        If the task is a callback, Celery 5.7 calls this again after a failure. All of these calls
-        share one timeout.
+        If the task is a callback, Celery 5.7 repeats a failed call. All of these calls share one
+        timeout.
 
         Args:
             body: The task's body.
-            **options: What :meth:`kombu.Producer.publish` takes, as Celery gives it.
+            **options: The arguments of :meth:`kombu.Producer.publish`, as Celery passes them.
         """
         if self._is_sent:
             self._publish_event(body, options)
@@ -218,8 +218,9 @@ class DelayedTaskProducer(DelayedProducer):
 class EtaProducer:
     """Publishes a task at once, with an ``eta`` until which a worker holds it.
 
-    This is how Celery delays a task, unless the application has a quorum queue and the task goes to
-    a topic exchange: given a countdown or an eta, Celery then uses its native delayed delivery.
+    Plain Celery delays a task in this way, unless the application has a quorum queue and the task
+    goes to a topic exchange: then Celery uses its native delayed delivery for a countdown or an
+    eta.
 
     Args:
         producer: The producer that publishes the task.
@@ -292,7 +293,7 @@ class TaskSending(seams.Send):
         self._callers_producer: Producer | None = given.get("producer") or given.get("publisher")
 
     def send(self) -> Result:
-        """Send the task. The first of these rules that applies decides its path.
+        """Send the task. The first rule that applies decides the task's path.
 
         - no delay, and no option or header of an addition: Celery's own path
         - the broker is not RabbitMQ: Celery's own path; ``delay`` becomes a countdown
@@ -332,12 +333,13 @@ class TaskSending(seams.Send):
         due = self.delays.due(self.delay, countdown, eta, self.tolerance_ms)
         if due.is_past and not is_known:
             return self._send_with_eta()
-        # Also without a delay, since workers ask the additions only about tasks from the levels.
+        # A task of an addition takes this path even without a delay, since workers ask the
+        # additions only about tasks from the levels.
         return self._send_into_levels(due, parts)
 
     @property
     def _is_continued(self) -> bool:
-        """Whether the task retries, or replaces, one that an addition knows."""
+        """Whether the task retries or replaces a task that an addition knows."""
         return bool(self.former) and not header_names.REGISTRY.isdisjoint(self.former)
 
     @property
@@ -347,7 +349,7 @@ class TaskSending(seams.Send):
         return connection or (producer.connection if producer is not None else None)
 
     def _takes_over(self) -> bool:
-        """Whether a delay goes into the levels: see ``rabbitdelay=False`` and ``takeover``."""
+        """Whether a delay goes into the levels; see ``rabbitdelay=False`` and ``takeover``."""
         if not getattr(self.task, "rabbitdelay", True):
             return False
         return self.delay is not None or self.delays.settings.takeover
@@ -355,7 +357,8 @@ class TaskSending(seams.Send):
     def _send_with_eta(self) -> Result:
         if not celery_internals.has_quorum_queue(self.delays.app):
             return self._send_by_celery()
-        # Celery would use its native delayed delivery, whose queues our workers do not declare.
+        # Celery would use its native delayed delivery, but this package's workers do not declare
+        # its queues.
         producer, connection = self._callers_producer, self.options.get("connection")
         if connection is not None:
             producer = self.delays.app.amqp.Producer(connection, auto_declare=False)
@@ -387,7 +390,7 @@ class TaskSending(seams.Send):
 
     @property
     def _celerys_options(self) -> OwnOptions:
-        """The caller's options in Celery's words: a ``delay`` is a countdown."""
+        """The caller's options as Celery knows them: ``delay`` becomes ``countdown``."""
         own = {} if self.delay is None else {"countdown": milliseconds(self.delay) / 1000}
         return {**self.options, **own, **self.stamps}
 

@@ -1,7 +1,7 @@
 """``celery rabbitdelay``, the group of commands that Celery loads by its entry point.
 
-A command's module is imported when the command runs or its help is shown; see
-:mod:`.app.additions`, which says where each command is.
+A command's module is imported when the command runs or its help is shown; :mod:`.app.additions`
+lists the modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from celery_rabbitdelay.levels import delay
 
 
 class LazyCommands(shared.Commands):
-    """The commands of the kernel and of additions; a deleted addition has none."""
+    """The commands of the kernel and of the installed additions."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the installed commands."""

@@ -95,9 +95,9 @@ def explain(
 ) -> dict[str, Any]:
     """Return the route of a message, meditation included, as the option ``--json`` prints it.
 
-    After meditation, check-in computes the remaining delay from the due time, so a message that had
-    to wait for check-in waits less in the levels. The tolerance is not used above the capacity.
-    See :meth:`.Topology.route` for the arguments.
+    After meditation, check-in computes the remaining delay from the due time, so a message that
+    waited in check-in's queue waits less in the levels. The tolerance is not used above the
+    capacity. See :meth:`.Topology.route` for the arguments.
 
     Raises:
         InvalidDelay: The delay or the tolerance is invalid.

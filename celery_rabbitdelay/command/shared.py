@@ -1,4 +1,4 @@
-"""Shared by all commands: their group, the application's delays, options, and error handling."""
+"""Code that all commands share: groups, options, error handling, and the application's delays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TRACEBACK: Final = "celery_rabbitdelay.traceback"
 
 
 def _flag(*names: str, key: str, text: str) -> _Decorator:
-    """Return a flag that click's context keeps, instead of an argument of the command."""
+    """Return a flag whose value goes into click's context instead of an argument of the command."""
     return click.option(
         *names,
         is_flag=True,
@@ -55,12 +55,12 @@ traceback_option: Final = _flag(
 
 
 def as_json() -> bool:
-    """Return whether the command that runs prints one JSON object (``--json``)."""
+    """Return whether the running command prints one JSON object (``--json``)."""
     return bool(click.get_current_context().meta[_JSON])
 
 
 def app() -> celery.Celery:
-    """Return the application that ``celery -A`` names, for the command that runs."""
+    """Return the application that ``celery -A`` names for the running command."""
     context: CLIContext = click.get_current_context().obj
     return context.app
 
@@ -68,8 +68,9 @@ def app() -> celery.Celery:
 class Commands(click.Group):
     """A group of commands that take ``--json``.
 
-    Passwords in errors are hidden: click's errors repeat arguments that it cannot parse. An error
-    of a setting or a server ends the command with one line, and the page that its notes name.
+    The group hides passwords in errors, because click's errors quote arguments that it cannot
+    parse. If a setting or a server causes an error, the command prints one line and the page in the
+    error's notes.
     """
 
     group_class = type
@@ -86,7 +87,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            # By the dictionary: for type checkers, the attribute is final.
+            # Write to the dictionary, because for type checkers the attribute is final.
             vars(error)["message"] = shown_url.without_passwords(error.message)
             raise
         except click.exceptions.Exit:
@@ -149,7 +150,7 @@ class ParameterType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  #
 
     Args:
         name: The kind of parameter, for the help.
-        read: Parses the parameter's text. It also gets the parameter's name, and raises
+        read: Parses the parameter's text. The function also gets the parameter's name, and raises
             :class:`ValueError` with the reason.
     """
 
@@ -241,8 +242,8 @@ def delays() -> RabbitDelay:
     """Return the delays of the application.
 
     Raises:
-        click.UsageError: Its delays do not wait in RabbitMQ, or a ``rabbitdelay_*`` setting is
-            wrong.
+        click.UsageError: The application's delays do not wait in RabbitMQ, or a ``rabbitdelay_*``
+        setting is wrong.
     """
     found = getattr(app(), "rabbitdelay", None)
     if not isinstance(found, RabbitDelay):
@@ -257,7 +258,7 @@ def delays() -> RabbitDelay:
 
 
 def first_of(names: Sequence[str], most: int = 5) -> str:
-    """Return the first of some names as text, and how many others there are."""
+    """Return the first few names as text, and the number of the other names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -298,7 +299,7 @@ def checked_connection(connection: Callable[[], Connection], what: str) -> Conne
         return made
     if not is_rabbitmq:
         raise click.UsageError(f"{what} is not RabbitMQ: use a URL with amqp:// or amqps://")
-    # Without the cause: its text quotes a part of the password as the port.
+    # Drop the cause, because its text quotes a part of the password as the port.
     raise click.UsageError(
         f"{what} is malformed: percent-encode all but letters and digits in user and password"
     )
@@ -323,7 +324,7 @@ seconds_type: Final = ParameterType("duration", _seconds)
 
 
 def with_notes(message: str, error: Exception) -> str:
-    """Return a message, and below it the notes of its error, which name a page to read."""
+    """Return a message, and below it the notes of the error, which name a page to read."""
     notes = map(shown_url.without_passwords, getattr(error, "__notes__", ()))
     return "\n".join([message, *notes])
 

@@ -1,6 +1,6 @@
 """A delay is a number: each digit position is a level, each non-zero digit a queue with a TTL.
 
-Everything here is a value: no module opens a connection or knows Celery. Code belongs here if it
+Everything here is a value: no module opens a connection or imports Celery. Code belongs here if it
 defines how a delay is written, where a message waits, or what its key and headers mean.
 
 Read ``delay``, ``layout`` (the digits), ``routing_key``, ``topology`` (the levels as exchanges,

@@ -34,7 +34,7 @@ MICROSECOND: Final = timedelta(microseconds=1)
 
 _PLAIN: Final = frozenset((datetime, date, timedelta, int, float, str, type(None)))
 
-#: Enough for a float's 17 digits; the caller's decimal context does not apply.
+#: Enough precision for a float's 17 digits; the caller's decimal context does not apply.
 _EXACT: Final = Context(prec=50)
 
 
@@ -88,12 +88,12 @@ def plain(given: Any, what: str) -> Any:
     """Convert a datetime, a date or a timedelta to the class of the standard library.
 
     A value of another class with an ``isoformat``, such as arrow's, becomes the datetime that
-    ``isoformat`` writes, as in Celery's own reading of an eta. Other values are returned unchanged.
+    ``isoformat`` writes, as Celery itself reads an eta. Other values are returned unchanged.
     Nanoseconds are rounded up, so that nothing is early.
 
     Subclasses (of pendulum, pandas, freezegun, or an application) override operators, comparisons,
-    ``isoformat`` and pickling. So every time is converted once, where it enters the package, by the
-    methods of the base class.
+    ``isoformat`` and pickling. So the package converts every time once, on entry, by the methods of
+    the base class.
 
     Args:
         given: The value.
@@ -253,13 +253,14 @@ def parse_delay(text: str, what: str = "delay") -> Fraction:
     """Parse a delay that is written as text; return its seconds.
 
     Args:
-        text: Seconds as a number; numbers with the units w, d, h, m, s and ms, the longest first,
-            no unit twice; or ``hours:minutes:seconds``, also after days (``3d 7:45:30``). A leading
-            minus makes the delay negative.
+        text: A number of seconds; numbers with the units w, d, h, m, s and ms, the longest unit
+            first and no unit twice; or ``hours:minutes:seconds``, optionally after days (``3d
+            7:45:30``). A leading minus makes the delay negative.
         what: The name of the argument, for the error: "delay" or "tolerance".
 
     Raises:
-        InvalidDelay: The text has another form. ``1:30`` is ambiguous: minutes or hours.
+        InvalidDelay: The text is not in one of these forms. ``1:30`` is ambiguous: minutes or
+            hours.
     """
     bare = text.strip().lower() if text.isascii() else ""
     sign, bare = -1 if bare.startswith("-") else 1, bare.removeprefix("-")
@@ -287,7 +288,7 @@ def parse_duration(text: str, what: str = "duration") -> timedelta:
         what: The name of the argument, for the error.
 
     Raises:
-        InvalidDelay: The text has another form, or the duration is out of range.
+        InvalidDelay: The text does not have the form of a delay, or the duration is out of range.
     """
     seconds = parse_delay(text, what)
     if not 0 <= seconds <= MAX_DELAY:

@@ -1,11 +1,11 @@
 """The headers of a message: their names, and which values are valid. Pure.
 
-The headers of a message that arrives are not trusted: another client, another version or an
-attacker may have written them. This file alone decides which values are valid. :func:`parse` reads
-headers once, and all other code works with :class:`DelayHeaders`. An invalid header counts as
-missing: distribution refuses the message, and a worker ignores the header. :mod:`.limits` decides
-where a message may go and what it may cost, and :mod:`.checkin` which tasks a client may send.
-Three parties set or see headers:
+The headers of an arriving message are not trusted: another client, another version or an attacker
+may have written them. This file alone decides which values are valid. :func:`parse` reads headers
+once, and all other code works with :class:`DelayHeaders`. An invalid header counts as missing:
+distribution refuses the message, and a worker ignores the header. :mod:`.limits` decides which
+destinations, nesting and delays are allowed, and :mod:`.checkin` decides which tasks a client may
+send. Three parties set or see headers:
 
 - A client of check-in sets :data:`X_DELAY` and :data:`EXCHANGE`; see :func:`of_client`.
 - A producer with permission to publish to the levels may set every header. With a signing key,
@@ -75,9 +75,9 @@ VERSION: Final = "rabbitdelay-version"
 #: The signature, if the sender has a signing key: str.
 SIGNATURE: Final = "rabbitdelay-signature"
 
-#: Why the properties of a received message cannot be read: str; and their bytes. Such a message has
-#: no other headers and goes to ``undeliverable``. If only its exchange or routing key cannot be
-#: read, :data:`UNREADABLE` is added to the message's own headers.
+#: Why the properties of a received message cannot be read: str; and the bytes of the properties.
+#: Such a message has no other headers and goes to ``undeliverable``. If only its exchange or
+#: routing key cannot be read, :data:`UNREADABLE` is added to the message's own headers.
 UNREADABLE: Final = "rabbitdelay-unreadable"
 UNREADABLE_PROPERTIES: Final = "rabbitdelay-properties"
 
@@ -135,7 +135,7 @@ OWN_CONTENT_TYPES: Final = "application/vnd.rabbitdelay."
 ENVELOPES: Final = f"{OWN_CONTENT_TYPES}envelope."
 ENVELOPE: Final = f"{ENVELOPES}1"
 
-#: The prefix of all our own headers.
+#: The prefix of all headers of this package.
 OWN_PREFIX: Final = "rabbitdelay-"
 
 #: The headers by which the registry decides whether a task runs.
@@ -147,7 +147,7 @@ REGISTRY: Final = frozenset(
 #: ``task.request.headers`` (https://github.com/celery/celery/issues/4875).
 NESTED_HEADERS: Final = "headers"
 
-#: Headers with further routing keys, which RabbitMQ uses without any check by a module
+#: Headers with additional routing keys, which RabbitMQ uses without any check by a module
 #: (https://www.rabbitmq.com/docs/sender-selected). In the levels, whose keys are digits, they can
 #: only do harm.
 SENDER_SELECTED: Final = ("CC", "BCC")
@@ -168,13 +168,13 @@ MAX_PRIORITY: Final = 4
 HIGHEST_PRIORITY: Final = 255
 MAX_EXPIRATION_MS: Final = 2**32 - 1
 
-#: More attempts, and more returns into the levels, than any message can have.
+#: An upper limit of the attempts, and of the returns into the levels, that no message reaches.
 MAX_COUNT: Final = 2**31
 
 #: The largest integer that Lua, the language of Redis's scripts, can distinguish from the next one.
 MAX_EXACT: Final = 2**53 - 1
 
-#: The life of a message whose sender could not reach Redis; it equals no other message's life.
+#: The life of a message whose sender could not reach Redis; no other message has the same life.
 UNKNOWN_LIFE: Final = -1
 
 #: Maximum characters of a value in an error text.
@@ -193,9 +193,9 @@ class EarlyHeader(NamedTuple):
 
     Attributes:
         times: How often the message was put back.
-        until_ms: When it is to leave the levels again, in milliseconds since 1970-01-01 UTC; 0 for
-            its due time. The two differ if the rest of the delay is above the capacity, or if the
-            registry has put back a due message.
+        until_ms: When the message leaves the levels again, in milliseconds since 1970-01-01 UTC; 0
+            for its due time. These times differ if the remaining delay is above the capacity, or if
+            the registry has put back a due message.
         exchange: The exchange that the task's consumer sees; None for the message's own.
         routing_key: The routing key that the task's consumer sees; None for the message's own.
     """
@@ -241,13 +241,13 @@ MAX_FORMER: Final = 16
 
 
 class Mark(NamedTuple):
-    """Distinguishes the arrivals of the messages of a task of which only one may run.
+    """Distinguishes the arrivals of a task's messages, if only one message of the task may run.
 
     Attributes:
         name: The message's name, which it keeps when it is put back or when RabbitMQ copies it.
         generation: How often the message was put back.
-        former: The names of the arrivals that have put the message back. One of them may have been
-            allowed to run.
+        former: The names of the arrivals that have put the message back. One of these arrivals may
+            have been allowed to run.
     """
 
     name: str = ""
@@ -263,7 +263,7 @@ class Mark(NamedTuple):
         return cls(name, int(more[0]), tuple(more[1:])[-MAX_FORMER:])
 
     def after(self, arrival: str) -> Self:
-        """Return the mark with one more former arrival."""
+        """Return the mark with one more name in ``former``."""
         return self._replace(former=(*self.former, arrival)[-MAX_FORMER:])
 
     @property
@@ -335,8 +335,8 @@ class DelayHeaders(NamedTuple):
     def signed(self) -> tuple[object, ...]:
         """The values that a signature covers apart from :attr:`registry`.
 
-        They do not change while the message waits. Adding a value here, or changing the order,
-        invalidates the signatures of all waiting messages.
+        These values do not change while the message waits. Adding a value here, or changing the
+        order, invalidates the signatures of all waiting messages.
         """
         return (
             *(self.exchange, self.routing_key, self.queue, self.due_ms, self.priority),
@@ -380,7 +380,7 @@ def is_int(value: object, least: int, most: int) -> TypeGuard[int]:
 
 
 def is_digits(value: object, most: int) -> TypeGuard[str]:
-    """Return whether a value is a text of digits for a number of at most ``most``."""
+    """Return whether a value is a text of decimal digits, and its number is at most ``most``."""
     if not isinstance(value, str) or len(value) > len(str(most)):
         return False
     return value.isascii() and value.isdigit() and int(value) <= most
@@ -404,7 +404,7 @@ _INSTANT: Final = partial(is_int, least=0, most=MAX_DUE_MS), "milliseconds since
 _TEXT: Final = _is_text, "a text"
 _TRUE: Final = partial(operator.is_, True), "True"
 
-#: The test for valid values of every own header, and a description of these values.
+#: The check for valid values of every header of this package, and a description of these values.
 _KINDS: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     DUE: _INSTANT,
     EXCHANGE: (_is_text, "an exchange's name"),
@@ -437,9 +437,9 @@ def parse(headers: Mapping[str, object]) -> tuple[DelayHeaders, dict[str, str]]:
 
     Returns:
         The parsed headers, without the invalid ones; and a description of the problem, by the name
-        of the invalid header. No description is made for :data:`VERSION`, which
+        of the invalid header. There is no description for :data:`VERSION`, which
         :func:`later_version` checks, for the values in the table of :data:`EARLY`, for a header
-        that is None, and for an own header of an unknown name, which is dropped. Failures count
+        that is None, and for an unknown ``rabbitdelay-*`` header, which is dropped. Failures count
         only if all three headers are valid.
     """
     valid: dict[str, Any] = {}
@@ -501,7 +501,7 @@ def later_version(headers: Mapping[str, object], content_type: object) -> str | 
 
 
 def refuse_sender_selected(headers: Mapping[str, object]) -> None:
-    """Refuse a message whose headers name further routing keys.
+    """Refuse a message whose headers name additional routing keys.
 
     Raises:
         UnprocessableMessage: The message has such a header.
@@ -516,7 +516,7 @@ def refuse_sender_selected(headers: Mapping[str, object]) -> None:
 def of_client(headers: Mapping[str, object]) -> dict[str, object]:
     """Return the headers of a client's message that the client may set.
 
-    Of the own headers, only two stay: the exchange, which the client may name, and the version,
+    Only two headers of this package stay: the exchange, which the client may name, and the version,
     which check-in checks. The broker's headers are removed too, because RabbitMQ up to 3.13 trusts
     their values.
     """
@@ -570,7 +570,7 @@ def own(headers: Mapping[str, object]) -> dict[str, object]:
 
 
 def drop_own(headers: dict[str, Any]) -> None:
-    """Remove our own headers, also nested ones, from a message that has not been in the levels."""
+    """Remove this package's headers, at any depth, from a message that was never in the levels."""
     table: object = headers
     while isinstance(table, dict):
         for name in [name for name in table if name[:_PREFIX_LENGTH] in _PREFIXES]:

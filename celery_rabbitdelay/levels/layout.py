@@ -23,7 +23,7 @@ from celery_rabbitdelay.levels.delay import Delay, milliseconds
 #: exchange-to-exchange bindings).
 Zeros: TypeAlias = Literal["bind", "skip", "queue"]
 
-#: The units of levels and queues, in milliseconds; ``custom`` may add others.
+#: The units of levels and queues, in milliseconds; a ``custom`` layout may add units.
 UNITS: Final = {"days": 86_400_000, "hours": 3_600_000, "minutes": 60_000, "seconds": 1000, "ms": 1}
 
 #: The largest ``x-message-ttl`` that RabbitMQ accepts (measured on 3.10 to 4.3): ten years, in
@@ -128,7 +128,7 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short word that is the same for two layouts if, and only if, they are equal."""
+        """A short word that identifies the layout: only equal layouts have the same word."""
         levels = [(level.unit, level.multiple, level.base, level.unit_ms) for level in self.levels]
         text = json.dumps([levels, self.zeros])
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"

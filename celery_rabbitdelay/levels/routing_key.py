@@ -28,10 +28,10 @@ PROBES: Final = "-" * 256
 _RESERVED: Final = {DISTRIBUTION: "%distribution", PROBES: "%probe"}
 
 #: Replaces every digit in the key of a message that distribution publishes to the delivery
-#: exchange. A destination's binding matches any digits; no binding of a level matches this one.
+#: exchange. A destination's binding matches any digits; no binding of a level matches this word.
 NO_DIGIT: Final = "-"
 
-#: The maximum bytes of a queue's word; a longer one is hashed.
+#: The maximum bytes of a queue's word; a longer word is hashed.
 MAX_DESTINATION_BYTES: Final = 120
 
 _SPECIAL = re.compile(r"[.*#%]")

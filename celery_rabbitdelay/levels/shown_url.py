@@ -40,7 +40,7 @@ def without_password(url: str) -> str:
     """Return a URL, or a list of URLs with ``;`` between them, without passwords.
 
     Args:
-        url: The URL. It may be malformed; a password may contain any character.
+        url: The URL. The URL may be malformed; a password may contain any character.
     """
     has_scheme = re.match(_SCHEME, url) is not None
     if has_scheme and len(servers := _BETWEEN_SERVERS.split(url)) > 1:
@@ -61,7 +61,7 @@ def without_password(url: str) -> str:
         return f"{scheme}://{user}:{HIDDEN}@{server}" if colon else url
     host, colon, port = re.split("[/?#]", rest, maxsplit=1)[0].rpartition(":")
     if colon and port and not port.isdigit() and not port.endswith("]"):
-        # Not a port, but the password of a URL without a host.
+        # This is not a port, but the password of a URL without a host.
         return f"{scheme}://{host}:{HIDDEN}"
     return url
 
@@ -96,8 +96,9 @@ def shown_broker(connection: Connection) -> str:
     """Return the URL of a connection's broker without its password.
 
     Args:
-        connection: The connection. Its own ``as_uri`` is not enough: it takes the end of a password
-            with an unquoted "/" for the virtual host, and a URL without "://" for the host.
+        connection: The connection. Kombu's ``as_uri`` alone is not safe: it mistakes the end of a
+            password with an unquoted "/" for the virtual host, and a URL without "://" for the
+            host.
     """
     if "@" in f"{connection.hostname}{connection.virtual_host}":
         return f"{connection.transport_cls}://{HIDDEN}"

@@ -31,7 +31,7 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, PROBES, RoutingK
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
-#: The modules beside the levels, by their names in ``rabbitdelay_modules``, and the probe service.
+#: The modules, by their names in ``rabbitdelay_modules``, and the probe service.
 CHECK_IN: Final = "check-in"
 DISTRIBUTE: Final = "distribution"
 PROBE: Final = "probe"
@@ -48,8 +48,8 @@ PAUSED_TTL: Final = 600_000
 #: The beginning of this package's consumer tags, which verify uses to find foreign consumers.
 CONSUMER_TAG: Final = "rabbitdelay-"
 
-#: The delivery limit of queues that should have none; see :data:`.DELIVERY_LIMIT`. RabbitMQ up to
-#: 3.13 has no value for "no limit".
+#: The delivery limit of queues that should not have a limit; see :data:`.DELIVERY_LIMIT`. RabbitMQ
+#: up to 3.13 has no value for "no limit".
 NO_DELIVERY_LIMIT: Final = 2**31 - 1
 
 #: Delivery limit of the module queues: a message redelivered more often is assumed to crash workers
@@ -95,7 +95,7 @@ class ModuleQueues(NamedTuple):
             queue, and its worker asks the registry again; after a resume, workers return it at
             once.
         meditated: The exchange through which a message returns from meditation to check-in's queue.
-            Clients need no permission for it.
+            Clients need no permission for this exchange.
         unrouted: The alternate exchange of delivery: distribution gets the due messages that no
             queue takes, and tries again later.
     """
@@ -135,7 +135,7 @@ class Identity(NamedTuple):
     """Two exchanges that identify the topology under a prefix, and show that it is complete.
 
     Attributes:
-        fingerprint: A word that is the same for two topologies if, and only if, they are equal.
+        fingerprint: A word that identifies the topology: only equal topologies have the same word.
         guard: Declared first. RabbitMQ refuses to declare it again with another alternate exchange,
             and so refuses every other topology under the prefix.
         marker: Declared last: if it exists, the topology is complete.
@@ -167,7 +167,7 @@ class Topology:
     """The levels of a layout under one prefix, and the module queues.
 
     Attributes:
-        prefix: The first part of every name; two topologies of different prefixes never meet.
+        prefix: The first part of every name; topologies with different prefixes share nothing.
         layout: The levels.
         queue_type: ``quorum`` (no message is lost between two levels), or ``classic`` (if the
             broker fails, a message that is being dead-lettered to the next level can be lost).
@@ -213,7 +213,7 @@ class Topology:
         return self.route_of(digits, first, self.keys.shard(task_id), destination)
 
     def route_of(self, digits: tuple[int, ...], first: int, shard: int, destination: str) -> Route:
-        """Return how to publish a message with given digits that enters at the level ``first``."""
+        """Return how to publish a message with these digits directly to the level ``first``."""
         queues = map(getitem, self._queues[shard][first:], digits[first:])
         routing_key = self.keys.key(shard, digits, destination)
         stops = tuple([queue.name for queue in queues if queue is not None])
@@ -227,7 +227,7 @@ class Topology:
     @cached_property
     def module_queues(self) -> ModuleQueues:
         """The module queues, which are outside the levels."""
-        # The last alternate exchange, so it has no alternate of its own.
+        # This is the last alternate exchange, so it has no alternate exchange itself.
         last = Exchange(self._name("undeliverable"), type="fanout", durable=True)
         meditated = self._exchange("meditated", "fanout")
         served = partial(self._queue, dead_letter_to=last.name, delivery_limit=POISON_LIMIT)
@@ -244,7 +244,8 @@ class Topology:
             distribution=served("distribution"),
             paused=kept(
                 "paused",
-                # Without an alternate: unroutable messages are returned, and go into the levels.
+                # This exchange has no alternate exchange: unroutable messages are returned, and go
+                # into the levels.
                 Exchange(self._name("paused"), type="fanout", durable=True),
                 ttl_ms=PAUSED_TTL,
                 dead_letter_to=self.delivery.name,
@@ -298,7 +299,7 @@ class Topology:
 
     @cached_property
     def queues(self) -> tuple[Queue, ...]:
-        """All queues but :attr:`probe`, in the order ``undeliverable``, levels, other modules."""
+        """All queues except :attr:`probe`: ``undeliverable``, then levels, then other modules."""
         return (*self.module_queues.queues[:1], *self.digit_queues, *self.module_queues.queues[1:])
 
     @cached_property

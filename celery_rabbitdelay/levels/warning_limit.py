@@ -18,7 +18,7 @@ HOUR: Final = 3600.0
 
 @dataclass(eq=False, repr=False)
 class WarningLimit:
-    """Lets the first few different warnings of a period through, and logs the number of the others.
+    """Lets the first few different warnings of a period through, and logs how many were left out.
 
     Attributes:
         logger: Logs that number.
@@ -37,13 +37,14 @@ class WarningLimit:
         """Return whether to log a warning; count it if not.
 
         Args:
-            key: The warning's subject: a destination, or a reason. Each is logged once a period.
+            key: The warning's subject: a destination, or a reason. Each subject is logged once a
+                period.
         """
         now = time.monotonic()
         if now - self._since >= self.every:
             if self._left_out:
                 self.logger.warning(
-                    "%s: %s more within %.0f s, not logged one by one",
+                    "%s: %s more within %.0f s, not logged individually",
                     self.what,
                     f"{self._left_out:,}",
                     now - self._since,

@@ -53,7 +53,7 @@ class ServeMetrics(RabbitMQStep):
 
     Args:
         worker: The worker.
-        rabbitdelay_metrics_port: The port from the command line; None: the setting counts.
+        rabbitdelay_metrics_port: The port from the command line; None to use the setting.
         **options: The worker's other options.
     """
 
@@ -93,7 +93,7 @@ class ServeMetrics(RabbitMQStep):
         """Serve the metrics and the health.
 
         Raises:
-            InvalidSetting: The port cannot be listened on; the worker ends.
+            InvalidSetting: The worker cannot listen on the port; it ends.
         """
         delays = worker.app.rabbitdelay
         if self._port is None:
@@ -135,7 +135,7 @@ class ServeMetrics(RabbitMQStep):
         logger.info("rabbitdelay metrics: serving http://%s:%s/metrics.", host, port)
 
     def _close(self, **signal: object) -> None:
-        # Not in ``stop``: the pool may still be finishing long tasks.
+        # Do not do this in ``stop``, because the pool may still be finishing long tasks.
         signals.worker_shutdown.disconnect(self._close, sender=signal["sender"])
         self._at_end.close()
 
@@ -180,7 +180,7 @@ def with_health(metrics: WSGIApplication, worker: Worker) -> WSGIApplication:
     takes and sends tasks, otherwise 503 with the reason in one line.
 
     Args:
-        metrics: Serves all other paths.
+        metrics: The WSGI application that serves all other paths.
         worker: The worker.
     """
 

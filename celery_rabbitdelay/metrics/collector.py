@@ -25,15 +25,16 @@ Sample: TypeAlias = tuple[Instrument, Labels, float]
 #: Looks up the instruments that are observed.
 Observe: TypeAlias = Callable[[], Iterable[Sample]]
 
-#: The most combinations of label values of one metric. Further ones count as :data:`OTHER`, so that
-#: an application with a queue per user fills neither its memory nor Prometheus.
+#: The maximum number of combinations of label values of one metric. More combinations count as
+#: :data:`OTHER`, so that an application with a queue per user does not fill its memory or
+#: Prometheus.
 MAX_SERIES: Final = 2000
 
 #: The value of all labels in a combination beyond the maximum, or too long for a pipe.
 OTHER: Final = "(other)"
 
-#: The most bytes, without the length before them, that a pipe takes in one piece and never mixes
-#: with bytes of another process.
+#: The maximum bytes, without the length before them, that a pipe accepts atomically, that is,
+#: without mixing them with bytes of another process.
 MAX_BYTES: Final = PIPE_BUF - 4
 
 #: Seconds that a stopping worker waits for the counts that are still in the pipe.
@@ -41,18 +42,18 @@ PATIENCE: Final = 1.0
 
 
 class Metrics:
-    """The metrics of this process, counted from the first access on.
+    """The metrics of this process, counted from the first access to this attribute.
 
-    This is a collector of ``prometheus_client``: ``REGISTRY.register(app.rabbitdelay.metrics)``
-    adds it to the metrics that a process already serves. A worker needs only
-    ``rabbitdelay_metrics_port``.
+    The object is a collector of ``prometheus_client``:
+    ``REGISTRY.register(app.rabbitdelay.metrics)`` adds it to the metrics that a process already
+    serves. A worker needs only ``rabbitdelay_metrics_port``.
 
     A forked process starts at zero and counts for itself. If a worker serves metrics, the processes
     of its pool send their counts to the worker.
 
     Attributes:
-        children: Receives the counts of processes that are forked from now on; None if they count
-            for themselves.
+        children: Receives the counts of processes that are forked from now on; None if each process
+            counts for itself.
 
     Raises:
         ImportError: The package ``prometheus-client`` is missing.
@@ -92,7 +93,7 @@ class Metrics:
                 metric.inc(value)
 
     def observe(self, source: Observe = tuple) -> None:
-        """Set the source of observed metrics, which is read at every collection."""
+        """Set the function that returns observed metrics; it is called at every collection."""
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
@@ -121,7 +122,7 @@ class Metrics:
         return labels
 
     def _after_fork(self) -> None:
-        # The counts and the source remain the parent's.
+        # The counts and the source are still those of the parent process.
         self._source = tuple
         self._series.clear()
         self._prometheus = _prometheus_metrics()
@@ -151,11 +152,11 @@ class ChildCounts:
         self._thread = Thread(target=self._read, name="rabbitdelay-counts", daemon=True)
 
     def start(self) -> None:
-        """Start to read, in the worker."""
+        """Start reading the pipe, in the worker."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Read the rest, and close the pipe."""
+        """Read the remaining counts, and close the pipe."""
         self._writing.send_bytes(b"")
         self._thread.join(PATIENCE)
         self._writing.close()

@@ -26,7 +26,7 @@ from celery_rabbitdelay.worker.bootsteps import HEARTBEAT, WorkerDeclaration
 
 logger = logging.getLogger(__name__)
 
-#: The type of the token, a message that only the worker that sends probes holds.
+#: The type of the token, a message that only the probing worker holds.
 TOKEN_TYPE: Final = "rabbitdelay-probe-token"  # noqa: S105 - no password
 
 #: The name of the route through all levels, used like the name of a level.
@@ -52,7 +52,7 @@ class Probe(NamedTuple):
 
     Attributes:
         level: The level's name, or :data:`ROUTE`.
-        due: When it has to arrive, in seconds of :func:`time.monotonic`.
+        due: When the probe has to arrive, in seconds of :func:`time.monotonic`.
         behind: The queue in which a message ahead of it would hold it up; None if all messages of
             its queue wait equally long.
     """
@@ -67,8 +67,9 @@ class ProbeService(Service):
     """Sends probes through the levels, in one worker at a time.
 
     RabbitMQ delivers the messages in the queue of probes to a single consumer. The service that
-    receives a message is therefore active, and sends a round of probes every minute. It holds a
-    message, the token, which the broker delivers to the next consumer if this one is lost.
+    receives a message is therefore active, and sends a round of probes every minute. The service
+    holds one message, the token; if the service is lost, the broker delivers the token to the next
+    consumer.
 
     Attributes:
         topology: The levels.
@@ -91,7 +92,7 @@ class ProbeService(Service):
 
     def __post_init__(self) -> None:
         self.name, self.max_bytes = PROBE, 1  # a probe has no body
-        # No confirms: a refused probe counts as missing, and nothing else is lost.
+        # Confirms are not needed: a refused probe counts as missing, and nothing else is lost.
         options = {**(self.connection.transport_options or {}), "confirm_publish": False}
         self.connection = self.connection.clone(transport_options=options)
         self._turn = cycle(range(len(self.topology.layout.levels)))
@@ -133,7 +134,7 @@ class ProbeService(Service):
             try:
                 connection.drain_events(timeout=READ_TIMEOUT)
             except TimeoutError:
-                # Only now: a probe may have arrived while this process was suspended.
+                # Check only now, because a probe may have arrived while this process was suspended.
                 self._find_missing(asking)
             connection.heartbeat_check()
 
@@ -164,7 +165,7 @@ class ProbeService(Service):
         ]
 
     def _empty(self, routes: list[Route], asking: Channel) -> list[Route]:
-        """Return routes whose first queue is empty: messages ahead would hold up the probe."""
+        """Return routes whose first queue is empty: earlier messages would hold up the probe."""
         found = find_queues(asking, [route.stops[0] for route in routes])
         pairs = zip(routes, found, strict=True)
         return [route for route, counts in pairs if counts is not None and not counts[0]]
@@ -192,7 +193,7 @@ class ProbeService(Service):
             done, self._token = self._token, message
         if done is not None:
             done.channel.basic_ack(done.delivery_tag)
-        # All others are probes of another worker, or of a former connection.
+        # Other probes are from another worker, or from a former connection.
         probe = self._sent.pop(str(message.properties.get("message_id")), None)
         if probe is not None:
             self.late[probe.level] = time.monotonic() - probe.due

@@ -1,4 +1,4 @@
-"""A shared cache for readings of a server, and a connection that queries a broker."""
+"""A shared cache for the answers of a server, and a connection that queries a broker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: The errors of a server that cannot be reached, or refuses.
+#: The errors if a server cannot be reached, or refuses.
 AWAY: Final = (OperationalError, AMQPError, OSError, RabbitDelayError)
 
 #: Seconds for the broker to confirm the end of a connection.
@@ -59,7 +59,7 @@ class Readings(Generic[_T]):
     Args:
         look: Queries the server.
         period: Seconds for which a reading is cached.
-        patience: The longest wait of a caller, in seconds; None: until the query has ended.
+        patience: The longest wait of a caller, in seconds; None to wait until the query has ended.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Readings(Generic[_T]):
         """Return the latest reading, or an empty reading if none is ready in time.
 
         Args:
-            patience: The longest wait of this caller, in seconds; None: the default.
+            patience: The longest wait of this caller, in seconds; None for the default.
         """
         patience = self._patience if patience is None else patience
         with self._changed:
@@ -115,7 +115,7 @@ class Broker:
     """Asks a broker over a connection that is opened on demand; for one thread at a time.
 
     Args:
-        connection: Template for the connection.
+        connection: The template of the connection.
         timeout: Seconds for an answer of the broker.
 
     Attributes:
@@ -123,7 +123,7 @@ class Broker:
     """
 
     def __init__(self, connection: Connection, timeout: float) -> None:
-        # Without heartbeats: nothing sends them between two questions.
+        # Heartbeats are off, because nothing sends them between two questions.
         self.connection = connection.clone(heartbeat=0)
         self._timeout = timeout
 

@@ -26,6 +26,6 @@ _METRICS_PORT: Final = SettingType(
 class MetricsSettings(SettingsGroup):
     """The setting of the metrics."""
 
-    #: The TCP port on which a worker serves its metrics to Prometheus, on 127.0.0.1 unless another
-    #: address stands before it, as in "0.0.0.0:9808". None: no metrics are served.
+    #: The TCP port on which a worker serves its metrics to Prometheus, on 127.0.0.1 unless an
+    #: address precedes the port, as in "0.0.0.0:9808". None: no metrics are served.
     metrics_port: Annotated[int | str | None, _METRICS_PORT] = None

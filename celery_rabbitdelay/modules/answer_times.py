@@ -22,19 +22,20 @@ MAX_UNANSWERED: Final = 30
 #: third.
 MAX_PROMPT: Final = 300
 
-#: A destination is prompt if it answers within this many seconds. If its limit is not reached for
-#: as long, the limit is reset.
+#: A destination is prompt if it answers within this many seconds. If a destination does not reach
+#: its limit for that time, the limit is reset.
 PROMPT: Final = 0.1
 
 #: Seconds without any answer after which a connection is closed if a destination has more than
 #: :data:`MAX_UNANSWERED` messages in flight on it: the broker has stopped reading from it.
 STUCK_AFTER: Final = 3.0
 
-#: Seconds for which a destination that held up others is limited to :data:`MAX_UNANSWERED`
-#: messages in flight.
+#: Seconds for which a destination that has held up other destinations is limited to
+#: :data:`MAX_UNANSWERED` messages in flight.
 SLOW_FOR: Final = 10.0
 
-#: Limit of remembered names, per purpose: clients may send messages for any number of names.
+#: The maximum number of remembered names, per purpose, because clients may send messages for any
+#: number of names.
 MAX_REMEMBERED: Final = 1000
 
 #: Whether a destination may get another message. If the destination is full, the message waits for
@@ -44,13 +45,14 @@ State: TypeAlias = Literal["ready", "full", "silent"]
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Destination:
-    """A destination's messages in flight, and its limit.
+    """A destination's messages in flight, and their maximum number.
 
     Attributes:
         sent: The send time of every message in flight, the oldest first.
         is_silent: Whether its last message timed out: it gets one message at a time.
         slow_until: Until when it is limited to :data:`MAX_UNANSWERED` messages in flight.
-        limit: The maximum of messages in flight; reset if it was not reached lately.
+        limit: The maximum number of messages in flight; reset if the maximum was not reached
+            lately.
         full_at: When the limit was last reached.
     """
 
@@ -66,8 +68,8 @@ class AnswerTimes:
     """The messages in flight per destination, and the destinations that do not answer.
 
     RabbitMQ confirms a message for a quorum queue once a majority of its replicas has the message.
-    While a queue has no majority, RabbitMQ sends neither an ack nor a nack. A new connection
-    changes nothing about that, so the state of destinations outlives a connection.
+    While a queue has no majority, RabbitMQ sends neither an ack nor a nack. A new connection does
+    not change this, so the state of destinations outlives a connection.
 
     Attributes:
         clock: Returns seconds, as :func:`time.monotonic`.
@@ -102,12 +104,12 @@ class AnswerTimes:
             known.limit = min(known.limit + 1, MAX_PROMPT) if is_prompt else MAX_UNANSWERED
 
     def state_of(self, destination: str, broker_silent_for: float) -> State:
-        """Return the state of a destination: ready, full or silent.
+        """Return the state of a destination: ready, full (at its limit) or silent (no answers).
 
         If the broker is slow for all destinations, answers come in the order of sending. So a
         destination is silent if a message for another one, sent a second later, is answered
-        already. If the broker answers nothing at all for a second, any destination may be the
-        cause, so all of them count as silent.
+        already. If the broker sends no answer at all for a second, any destination may be the
+        cause, so all destinations count as silent.
 
         Args:
             destination: The destination.
@@ -136,7 +138,7 @@ class AnswerTimes:
         known.slow_until = self.clock() + SLOW_FOR
 
     def give_up_if_stuck(self, broker_silent_for: float) -> list[str]:
-        """Return the destinations that may have made the broker stop reading; mark them as silent.
+        """Mark as silent, and return, the destinations that may have made the broker stop reading.
 
         Args:
             broker_silent_for: Seconds since the broker's last answer about any destination.
@@ -150,7 +152,7 @@ class AnswerTimes:
 
     @property
     def overloaded(self) -> list[str]:
-        """Destinations with more messages in flight than :data:`MAX_UNANSWERED`.
+        """How many destinations have more messages in flight than :data:`MAX_UNANSWERED`.
 
         If they are silent, the broker may stop reading from this connection.
         """

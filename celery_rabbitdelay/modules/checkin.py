@@ -3,15 +3,16 @@
 A message whose delay exceeds the levels' capacity goes to meditation, the overflow loop: it waits
 there for one capacity and returns to check-in. This module opens no connection.
 
-Unless clients are trusted, their tasks must not make a worker publish further messages. The message
-of a task can carry signatures of further tasks: callbacks, errbacks, a chain, a chord. The worker
+Unless clients are trusted, their tasks must not make a worker publish other messages. The message
+of a task can carry signatures of other tasks: callbacks, errbacks, a chain, a chord. The worker
 that runs the task publishes them with its own rights, to any exchange that they name
 (https://docs.celeryq.dev/en/stable/internals/protocol.html). The worker also publishes signatures
-in the arguments of Celery's own tasks, such as ``celery.group``. It may send the result to the
-queue in the property ``reply_to``. With any of these, a client would bypass check-in's allow-list.
+in the arguments of Celery's own tasks, such as ``celery.group``. The worker may send the result to
+the queue in the property ``reply_to``. By each of these means, a client would bypass check-in's
+allow-list.
 
 A retry copies the headers that its task exposes, such as the content of the header ``headers``. So
-these headers must not have names that Celery or RabbitMQ would act on.
+these headers must not have names that have an effect in Celery or RabbitMQ.
 
 A message with the header ``task`` is a task of Celery's protocol 2. A message without that header
 is a task of protocol 1 if its body is an object with a member ``task``. Check-in reads JSON in
@@ -41,7 +42,8 @@ from celery_rabbitdelay.publishing.kombu_internals import may_be_decoded
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys, signed
 
-#: The signatures that follow a task; in protocol 2, the members of the last part of its body.
+#: The names of the signatures that a task can carry; in protocol 2, the members of the last part of
+#: its body.
 FOLLOWING: Final = ("callbacks", "errbacks", "chain", "chord")
 
 #: The fields that a client's task may not have, in a header or in a body of protocol 1. A task of a
@@ -72,7 +74,7 @@ _JSON: Final = "application/json"
 _DATA: Final = "application/data"
 
 #: The content encodings of JSON that check-in reads. For a worker, py-amqp decodes every encoding
-#: of Python, also UTF-16 and UTF-7, in which the bytes of a task look different.
+#: of Python, including UTF-16 and UTF-7, in which the bytes of a task look different.
 READ_ENCODINGS: Final = ("", "utf-8", "us-ascii", "ascii", "binary")
 
 #: Forbidden content encodings: Python's decoders take time quadratic in the body's length, and
@@ -107,7 +109,7 @@ def checked_task(message: WaitingMessage) -> WaitingMessage:
         message: The message, without the headers that no client may set.
 
     Raises:
-        UnprocessableMessage: The message is, or may be, a task that makes a worker publish further
+        UnprocessableMessage: The message is, or may be, a task that makes a worker publish other
             messages; or its body is compressed, and may become too large for a worker's memory.
     """
     headers, properties = message.headers.others, message.properties
@@ -201,7 +203,7 @@ def _is_task_of_version_1(body: bytes) -> bool:
 
 
 def _check_fields(fields: Mapping[str, object]) -> None:
-    """Check the name of a task and that no signatures follow, in its headers or its body."""
+    """Check that a task's name is allowed, and that its headers and body contain no signatures."""
     name = fields[_TASK]
     if not isinstance(name, str) or name.startswith(CELERYS_OWN):
         raise _not_trusted(f"it is the task {shortened(name)}, whose name is reserved for Celery")
@@ -235,7 +237,7 @@ class CheckIn:
     def admit(self, message: amqp.Message) -> None:
         """Remove from a received message the headers that no client may set.
 
-        So neither check-in nor a reader of ``undeliverable`` trusts them.
+        Otherwise check-in, or a reader of ``undeliverable``, might trust these headers.
         """
         headers = headers_of(message)
         if headers and not self._has_meditated(message):
@@ -267,10 +269,11 @@ class CheckIn:
     def _after_meditation(
         self, message: amqp.Message, given: dict[str, object], destination: str
     ) -> Outgoing:
-        """Return the message to publish for one from meditation; its key is the destination.
+        """Convert a message from meditation, whose routing key is the destination, for publishing.
 
-        A message of a later version waits on, unopened: every version has the same header for the
-        due time and the same routing key in meditation (see :meth:`.Topology.route`).
+        A message of a later version stays unopened and waits for the rest of its delay: every
+        version has the same header for the due time and the same routing key in meditation (see
+        :meth:`.Topology.route`).
         """
         waiting = WaitingMessage.unopened(message)
         due_ms = waiting.headers.due_ms

@@ -44,7 +44,8 @@ class ModuleStatistics:
         received: Received messages.
         finished: Acknowledged or rejected messages.
         published: Published and confirmed messages.
-        redelivered: Messages put into the levels because their destination did not take them.
+        redelivered: Messages put back into the levels because their destination did not accept
+            them.
         undeliverable: Messages put into ``undeliverable``.
     """
 
@@ -69,16 +70,16 @@ class Module:
         queue: The queue.
         receive: Takes a message; returns the messages to publish for it.
         prefetch: The prefetch count of its consumer.
-        max_unconfirmed: How many messages may be in flight.
-        timeout: Seconds without any confirm after which the connection is closed; also seconds
-            without the confirm of one message after which that message goes into the levels, for a
-            retry.
-        retry_for: Seconds of retries for a message that its destination does not take; then the
+        max_unconfirmed: The maximum number of messages in flight.
+        timeout: The timeout of confirms, in seconds. After that time without any confirm, the
+            connection is closed; after that time without the confirm of one message, that message
+            goes into the levels, for a retry.
+        retry_for: Seconds of retries for a message that its destination does not accept; then the
             message is undeliverable.
         signing_keys: Signs the messages that wait for a retry; None: they stay unsigned.
-        max_bytes: The largest message that is read. The broker dead-letters larger ones to
-            ``undeliverable``; they never take memory here.
-        admit: Removes the headers that a sender may not set; None: a sender may set all.
+        max_bytes: The largest message that is read. The broker dead-letters a larger message to
+            ``undeliverable``; its body never takes memory here.
+        admit: Removes the headers that a sender may not set; None if a sender may set all headers.
         statistics: The counts of its messages.
     """
 
@@ -104,7 +105,7 @@ class Received:
         message: The message.
         outgoing: The messages to publish for it.
         cost: The bytes of memory that it takes at most.
-        held: The next message to publish, if it has to wait for its destination.
+        held: The next message to publish, while it waits for its destination.
         waits_for: The destination of ``held``.
         pending: The number of messages in flight for it, plus one until ``outgoing`` is exhausted.
             At 0, the received message is settled.
@@ -158,9 +159,9 @@ class HeldBytes:
 
 
 class Deliveries:
-    """Consumes a module's queue on a channel of its own, and settles its messages.
+    """Consumes a module's queue on a separate channel, and settles its messages.
 
-    If the held messages exceed the budget of bytes, further messages are requeued at once, and the
+    If the held messages exceed the budget of bytes, more messages are requeued at once, and the
     consumer is cancelled until half of the budget is free. Then it consumes with a prefetch count
     that fits the largest of the latest messages, and raises the count once messages are smaller. To
     raise it, the consumer is cancelled and created again: AMQP cannot change the prefetch count of
@@ -171,7 +172,7 @@ class Deliveries:
         module: The module.
 
     Attributes:
-        waiting: The received messages for which nothing was published yet.
+        waiting: The received messages that have no published message yet.
         unfinished: The number of unsettled messages.
         are_redelivered: Whether all messages so far were redelivered.
         consuming: Whether to consume.
@@ -184,7 +185,7 @@ class Deliveries:
         self.are_redelivered = True
         self.consuming = False
         self.channel = cast(Any, connection.channel())
-        # Bodies stay bytes.
+        # py-amqp must not decode bodies.
         self.channel.auto_decode = False
         self._unread = WarningLimit(
             logger, f"rabbitdelay {module.name}: messages above rabbitdelay_max_message_bytes"
@@ -193,7 +194,8 @@ class Deliveries:
         self._module = module
         self._statistics = module.statistics
         self._held = HeldBytes()
-        #: The prefetch count that the module wants, and the one in use, which fits the budget.
+        #: The prefetch count that the module wants, and the prefetch count in use, which fits the
+        #: budget.
         self._wanted = self._prefetch = 1
         self._consumers = 0
         self._tag: str | None = None
@@ -208,7 +210,7 @@ class Deliveries:
         self._consume()
 
     def stop(self) -> None:
-        """Stop consuming, and requeue the messages for which nothing was published yet."""
+        """Stop consuming, and requeue messages without a published message."""
         self.consuming = False
         self._cancel()
         self.unfinished -= len(self.waiting)
@@ -318,6 +320,6 @@ class Deliveries:
 
 
 def _unreadable(reason: str) -> Iterator[Outgoing]:
-    """Raise the error when it is the message's turn to be published."""
+    """Raise the error when the message is the next to be published."""
     raise UnprocessableMessage(reason)
     yield

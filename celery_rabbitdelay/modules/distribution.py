@@ -48,7 +48,7 @@ DECISIVE: Final = frozenset(
 
 
 class Asked(Protocol):
-    """Decides about due messages: an addition; see :mod:`.app.seams`."""
+    """An addition that decides about due messages; see :mod:`.app.seams`."""
 
     def envelope_arrived(
         self, inner: Sequence[DelayHeaders], due_ms: int
@@ -59,7 +59,7 @@ class Asked(Protocol):
         """
 
     def note_arrived(self, note: WaitingMessage) -> Due | None:
-        """Handle a message for the addition itself; return until when it waits on, or None."""
+        """Handle a message for the addition itself; return its next due time, or None."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Distribution:
             :class:`.EarlyMessages`.
         asked: Decides about the messages of an envelope; None: all of them are published.
         reach: The destinations that messages may go to.
-        signing_keys: Verifies signatures; None: signatures do not matter.
-        is_signing_required: Whether a message without a valid signature is refused, if there are
+        signing_keys: Verifies signatures; None to ignore signatures.
+        is_signing_required: Whether messages without a valid signature are refused, if there are
             keys.
         max_message_bytes: The largest body of a message in an envelope.
     """
@@ -96,8 +96,9 @@ class Distribution:
 
         Raises:
             LaterVersion: Only a later version of this package can read the message.
-            UnprocessableMessage: Its destination is missing or not allowed, one of our headers is
-                invalid, or it is an unreadable envelope. Nothing was published for it.
+            UnprocessableMessage: The message's destination is missing or not allowed, a header of
+                this package is invalid, or the envelope is unreadable. No message was published for
+                it.
         """
         given = headers_of(message)
         header_names.refuse_sender_selected(given)
@@ -130,7 +131,9 @@ class Distribution:
             _refuse_other_than_key(word, "in an envelope" if is_envelope else _named_by(headers))
         if header_names.COMMITTED in headers.registry:
             if self.asked is None:
-                raise UnprocessableMessage("it is a note for the registry; this worker has none")
+                raise UnprocessableMessage(
+                    "it is a record for the registry, but this worker has no registry"
+                )
             again = self.asked.note_arrived(received)
             if again is not None:
                 yield into_levels(self.topology, received, again)
@@ -148,7 +151,8 @@ class Distribution:
 
         A queue that is not in the application's settings is reached by its binding to the delivery
         exchange. If the delivery exchange could not route the message, the queue is not bound at
-        the moment: the message waits in the levels, and leaves them straight for its queue again.
+        the moment: the message goes back into the levels, and later leaves them straight for its
+        queue again.
 
         Args:
             message: The message, with its parsed headers.
@@ -175,13 +179,14 @@ class Distribution:
     def _restored(
         self, message: WaitingMessage, left: DelayHeaders, is_authentic: bool
     ) -> WaitingMessage:
-        """Return a message as its consumer gets it: with its priority, expiration and headers.
+        """Restore a message's priority, expiration and headers for its consumer.
 
         Args:
-            message: The message, whose headers have kept its priority and its expiration.
+            message: The message, with its priority and its expiration in the headers.
             left: The headers that its consumer gets.
-            is_authentic: Whether its signature is valid, if there is a key. Any other message stays
-                unsigned: while signatures are not required, a stranger would get a valid one.
+            is_authentic: Whether its signature is valid, if there is a key. A message without a
+                valid signature stays unsigned; otherwise, while signatures are not required, a
+                stranger's message would get a valid signature.
         """
         body, properties, kept = message
         if kept.priority is not None:
@@ -210,7 +215,7 @@ class Distribution:
             envelope = OpenedEnvelope(message.body, self.max_message_bytes)
             is_shared_checked = False
             for item in envelope:
-                # Whether the message overrides a shared field that decides about its publication.
+                # Whether the message overrides a shared field that determines how it is published.
                 is_own = not DECISIVE.isdisjoint(item.headers) or "content_type" in item.properties
                 if is_own or not is_shared_checked:
                     self._check(message.headers, envelope, item)
@@ -279,7 +284,7 @@ def _refuse_other_than_key(word: str, named: object) -> None:
     headers (https://www.rabbitmq.com/docs/access-control#topic-authorisation).
 
     Args:
-        word: The last word of the key: a queue, which the message did not reach.
+        word: The queue in the last word of the routing key; the message did not reach this queue.
         named: The destination from :func:`_named_by`.
 
     Raises:

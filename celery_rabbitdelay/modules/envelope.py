@@ -10,8 +10,8 @@ properties. The body of an envelope is one zlib stream (RFC 1950), with the pres
 * two blocks per message: a JSON object with its own ``headers`` and ``properties``, which override
   the shared ones, and its body.
 
-A block is its length (4 bytes, big-endian), and that many bytes. JSON is UTF-8. It cannot express
-bytes, dates and decimals: a message with one of these in a header is sent by itself.
+A block is its length (4 bytes, big-endian), and that many bytes. JSON is UTF-8. JSON cannot express
+bytes, dates and decimals: a message with such a value in a header is sent by itself.
 
 A hostile client may write an envelope in which zlib expands one byte to a thousand. So
 :class:`OpenedEnvelope` reads the envelope block by block, and never holds more than one message.
@@ -63,7 +63,7 @@ _PROPERTIES: Final = tuple(name for name in MESSAGE_PROPERTIES if name != "appli
 #: bytes by default, so no valid block is larger; decoded JSON takes 20 times as many in Python.
 MAX_HEADER_BLOCK_BYTES: Final = 2**20
 
-#: Decompressed, and compressed, bytes per step.
+#: The number of decompressed bytes, and of compressed bytes, per step.
 _CHUNK: Final = 65_536
 _COMPRESSED_CHUNK: Final = 16_384
 
@@ -93,7 +93,7 @@ class Item(NamedTuple):
         return length_prefixed(own) + length_prefixed(self.body)
 
     def properties_with(self, shared: Mapping[str, object]) -> dict[str, object]:
-        """Return its AMQP properties and the shared ones; drop names that AMQP does not have."""
+        """Return the message's own and the shared AMQP properties; drop names unknown to AMQP."""
         both = {**shared, **self.properties}
         return {name: both[name] for name in _PROPERTIES if name in both}
 
@@ -105,11 +105,11 @@ def packed(
 
     Args:
         items: The messages.
-        headers: The headers that all of them have.
-        properties: The AMQP message properties that all of them have.
+        headers: The headers that all messages have.
+        properties: The AMQP message properties that all messages have.
 
     Raises:
-        InvalidEnvelope: There are too many bytes, or a header cannot be written as JSON.
+        InvalidEnvelope: The envelope has too many bytes, or a header cannot be written as JSON.
     """
     blocks = (item.length_prefixed() for item in items)
     return compressed(shared_block(headers, properties) + b"".join(blocks))
@@ -230,8 +230,8 @@ def shared_block(
     """Return the block that all messages share.
 
     Args:
-        headers: The headers that all of them have.
-        properties: The AMQP message properties that all of them have.
+        headers: The headers that all messages have.
+        properties: The AMQP message properties that all messages have.
         copied_headers: Maps a header's name to the header whose value it repeats.
         copied_properties: Maps a property's name to the header whose value it repeats.
 
@@ -249,7 +249,7 @@ def compressed(blocks: bytes) -> bytes:
         blocks: The shared block, then two blocks per message.
 
     Raises:
-        InvalidEnvelope: There are too many bytes.
+        InvalidEnvelope: The envelope has too many bytes.
     """
     if len(blocks) > MAX_ENVELOPE_BYTES:
         raise InvalidEnvelope(f"{len(blocks)} bytes exceed the maximum of {MAX_ENVELOPE_BYTES}")
@@ -261,7 +261,7 @@ def blocks_of(data: bytes) -> Iterator[bytes]:
     """Yield the blocks of an uncompressed envelope, without their lengths.
 
     Raises:
-        InvalidEnvelope: It ends in the middle of a block.
+        InvalidEnvelope: The data ends in the middle of a block.
     """
     blocks = io.BytesIO(data)
     while (block := _next_block(blocks, len(data), "block")) is not None:

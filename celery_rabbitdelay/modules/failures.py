@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 #: Seconds until the broker is asked again for an exchange that did not exist.
 ASK_AGAIN: Final = 1.0
 
-#: Limit of missing exchanges found per second. Every such answer costs a channel and some
-#: milliseconds in which the module publishes nothing.
+#: Limit of missing exchanges found per second. Every answer about a missing exchange costs a
+#: channel, and some milliseconds in which the module publishes nothing.
 MAX_MISSING: Final = 20
 
 #: The context of a publication: the received message, and the message published for it.
@@ -36,13 +36,14 @@ Origin: TypeAlias = tuple[Received, Outgoing]
 
 @dataclass(eq=False, repr=False)
 class MissingExchanges:
-    """A cache of the broker's answers about exchanges.
+    """Caches whether exchanges exist.
 
-    Publishing to a missing exchange closes the channel, and fails all messages in flight on it.
+    If a message goes to a missing exchange, the broker closes the channel, and all messages in
+    flight on the channel fail.
 
     Attributes:
         ask: Asks the broker whether an exchange exists.
-        always: Exchanges that always exist: the broker is not asked.
+        always: Exchanges that always exist; the broker is not asked about these.
         clock: Returns seconds, as :func:`time.monotonic`.
     """
 
@@ -54,14 +55,15 @@ class MissingExchanges:
     _missing: dict[str, float] = field(default_factory=dict)
 
     def why_missing(self, exchange: str, is_limited: bool = True) -> str | None:
-        """Return why an exchange cannot be published to; None if it exists.
+        """Return why nothing can be published to an exchange; None if it exists.
 
         A missing exchange is looked up again after a second. After :data:`MAX_MISSING` missing
-        exchanges within a second, the broker is not asked about further names.
+        exchanges within a second, the broker is not asked about more names.
 
         Args:
             exchange: Its name.
-            is_limited: Whether that limit applies, because a client may have chosen the name.
+            is_limited: Whether the limit :data:`MAX_MISSING` applies, because a client may have
+                chosen the name.
         """
         if exchange in self.always or exchange in self._known:
             return None
@@ -124,7 +126,7 @@ class Forwarder:
     bytes_in_flight: int = 0
 
     def __post_init__(self) -> None:
-        """Start with no message in flight."""
+        """Start without messages in flight."""
         self.statistics = self.module.statistics
         self.name, topology = self.module.name, self.module.topology
         self.undeliverable = topology.module_queues.undeliverable.exchange.name
@@ -175,7 +177,7 @@ class Forwarder:
         """Record a settled publication; return its replacement if it has failed.
 
         Raises:
-            PublishError: ``undeliverable`` cannot be published to.
+            PublishError: The broker does not accept messages for ``undeliverable``.
         """
         received, outgoing = cast(Origin, publication.context)
         error, destination = publication.error, self._destination(outgoing)
@@ -195,7 +197,7 @@ class Forwarder:
                 raise error
             return self._refused_by_undeliverable(received, outgoing, error)
         if isinstance(error.__cause__, NotFound):
-            # The next messages for it go into the levels, and do not close the channel.
+            # The next messages for this exchange go into the levels, and do not close the channel.
             self.missing.add(outgoing.address[0])
         reason = _reason(error, outgoing)
         if destination is None or isinstance(error, exceptions.MessageRefused):
@@ -210,7 +212,8 @@ class Forwarder:
         """
         if outgoing.reroute is not None or outgoing.exchange == self.undeliverable:
             return None
-        # Not shortened, because answer times are kept by it; cheap, because every message needs it.
+        # The name is the key of the answer times, so it is not shortened; every message needs it,
+        # so it must be cheap.
         if outgoing.exchange:
             return f"the exchange {outgoing.exchange!r}"
         return f"the queue {outgoing.routing_key!r}"
@@ -241,7 +244,7 @@ class Forwarder:
             self.module.topology, outgoing, reason, redriven
         )
         if outgoing.is_authentic:
-            # The module has accepted its original, so it may be redriven.
+            # The module has accepted the original message, so this one may be redriven.
             refused = refused._replace(message=signed(refused.message, self.module.signing_keys))
         try:
             content = forwarding.encoded(refused, self.frame_max)
@@ -279,11 +282,11 @@ class Forwarder:
     def _refused_by_undeliverable(
         self, received: Received, outgoing: Outgoing, error: exceptions.MessageRefused
     ) -> Publication | None:
-        """Return the next publication of a message that closes the channel at ``undeliverable``.
+        """Return the next publication of a message that RabbitMQ refused in ``undeliverable``.
 
         RabbitMQ refuses some headers (a ``CC`` that is not a list, for example), and bodies above
-        its own limit. Without this, the module would lose its channel or its connection with every
-        delivery of such a message, until the delivery limit.
+        its own limit. Without this method, each delivery of such a message would close the module's
+        channel or connection, until the delivery limit.
         """
         headers = outgoing.message.headers
         if headers != DelayHeaders(reason=headers.reason, redriven=headers.redriven):
@@ -291,7 +294,7 @@ class Forwarder:
             explained = outgoing._replace(message=outgoing.message.saying(reason=reason))
             bare = forwarding.without_headers(explained)
             return self._publication(received, bare, forwarding.encoded(bare, self.frame_max))
-        text = "rabbitdelay %s: a message is rejected, because %s cannot take it: %s"
+        text = "rabbitdelay %s: a message is rejected, because %s does not accept it: %s"
         logger.error(text, self.name, self.undeliverable, error.reason)
         received.settlement, received.outgoing, received.held = REJECT, iter(()), None
         return None
@@ -315,14 +318,14 @@ class Forwarder:
         later = self.redelivery.after_failure(outgoing, headers, reason, makes_copies)
         destination = self._destination(outgoing)
         if later.reroute is not None and self._not_taken.allows(destination):
-            text = "rabbitdelay %s: %s does not take a message, which is retried later: %s"
+            text = "rabbitdelay %s: %s does not accept a message; it is retried later: %s"
             logger.warning(text, self.name, destination, reason)
         return self._put_back(received, outgoing, later, reason)
 
     def _put_back(
         self, received: Received, outgoing: Outgoing, later: Outgoing, reason: str
     ) -> Publication:
-        """Return the publication of a retry, or to ``undeliverable`` after the last one."""
+        """Return the publication of a retry; after the last retry, the one to ``undeliverable``."""
         if later.reroute is None:
             return self.give_up(received, outgoing, reason, later)
         try:

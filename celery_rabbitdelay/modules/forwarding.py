@@ -1,6 +1,6 @@
 """The messages that go back into the levels (early or retried), or to ``undeliverable``. Pure.
 
-A message goes back into the levels because its destination does not take it, because it is early,
+A message goes back into the levels because its destination does not accept it, because it is early,
 or because only a worker of a later version can read it. The pauses between retries grow from a
 second to ten minutes, so a destination in trouble costs little, even with many messages and for a
 long time. No message waits in a module.
@@ -66,12 +66,12 @@ class Outgoing(NamedTuple):
         message: The message.
         reroute: For a message that goes into the levels: returns the current exchange and routing
             key, which depend on the remaining time. None for any other message.
-        via: Another exchange and routing key that lead to its destination; None if it is published
-            directly.
-        obstacle: Why it cannot be published now. It then waits in the levels, which release it
-            straight to its queue. None if it can be published.
-        is_authentic: Whether the module signs it, if there is a key. False if the sender of the
-            received message has not signed.
+        via: Another exchange and routing key that lead to the message's destination; None if the
+            module publishes directly to the destination.
+        obstacle: Why the message cannot be published now. The message then waits in the levels,
+            which release it straight to its queue. None if the message can be published.
+        is_authentic: Whether the module signs it, if there is a key. False if the received message
+            was not signed.
     """
 
     exchange: str
@@ -111,12 +111,11 @@ def into_levels(
 def with_destination(outgoing: Outgoing, **changes: Any) -> WaitingMessage:
     """Return a message with its destination in the headers, for distribution.
 
-    An exchange or routing key in the headers stays: the consumer needs it, so distribution has left
-    it there.
+    An exchange or routing key that is already in the headers stays, because the consumer needs it.
 
     Args:
         outgoing: The message, with its exchange and key.
-        **changes: Further headers to set; see :class:`.DelayHeaders`.
+        **changes: Other headers to set; see :class:`.DelayHeaders`.
     """
     exchange, routing_key, (body, properties, headers) = outgoing[:3]
     changed = headers._replace(
@@ -132,7 +131,7 @@ def delayed_task(message: amqp.Message, destination: Destination, due_ms: int) -
     """Return a received task as a delayed one, as if its sender had delayed it.
 
     Args:
-        message: Its message, restored if it was delayed before.
+        message: The task's message, restored if it was delayed before.
         destination: The exchange and the routing key that its consumer sees.
         due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
     """
@@ -153,7 +152,7 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
 
     Args:
         outgoing: The message, with its exchange and key.
-        frame_max: The frame size; headers and properties have to fit into a frame.
+        frame_max: The frame size: headers and properties have to fit into one frame.
 
     Raises:
         UnprocessableMessage: AMQP cannot carry the message.
@@ -203,7 +202,7 @@ def to_undeliverable(
 
 
 def without_headers(outgoing: Outgoing) -> Outgoing:
-    """Return a message for ``undeliverable`` with no headers but the reason and the redrives."""
+    """Return a message for ``undeliverable`` without headers except the reason and the redrives."""
     headers = outgoing.message.headers
     kept = DelayHeaders(reason=headers.reason, redriven=headers.redriven)
     return Outgoing(outgoing.exchange, "", WaitingMessage(outgoing.message.body, {}, kept))
@@ -246,7 +245,7 @@ class EarlyMessages:
         """
         now_ms = wall_clock.ms()
         by_ms = (headers.due_ms or 0) - now_ms
-        # No tolerance for a message that was put back for only a part of its delay.
+        # The tolerance does not apply to a message that was put back for only a part of its delay.
         if by_ms <= (0 if headers.early.until_ms else self.tolerated_ms):
             return None
         if not headers.early.expects(now_ms, self.tolerated_ms):
@@ -269,8 +268,8 @@ class EarlyMessages:
         )
         if until_ms is None:
             return None
-        # The delay was checked when the message came in. A due time too far ahead is forged, and
-        # the message would go back into the levels for ever.
+        # The delay was checked when the message came in. A due time too far ahead is forged: the
+        # message would go back into the levels forever.
         check_delay(header_names.DUE, until_ms, until_ms - wall_clock.ms() - DUE_SLACK_MS)
         return into_levels(self.topology, *waiting_on(self.topology, message, until_ms))
 
@@ -278,9 +277,10 @@ class EarlyMessages:
 def waiting_on(
     topology: Topology, message: WaitingMessage, until_ms: int
 ) -> tuple[WaitingMessage, Due]:
-    """Return a message that goes back into the levels, and until when it waits there.
+    """Return a message that goes back into the levels, and the end of its wait there.
 
-    It waits for :func:`pause_ms`; if that is less than the remaining time, it arrives early again.
+    The message waits for :func:`pause_ms`; if that is less than the remaining time, it arrives
+    early again.
 
     Args:
         topology: The levels.
@@ -297,18 +297,19 @@ def waiting_on(
 
 
 def pause_ms(by_ms: int, topology: Topology) -> int:
-    """Return for how many milliseconds to put back a message that is ``by_ms`` early.
+    """Return how long to put back a message that is ``by_ms`` early, in milliseconds.
 
     The smallest of ``by_ms``, :data:`MAX_PAUSE_MS` and the levels' capacity.
     """
     return min(by_ms, MAX_PAUSE_MS, topology.layout.capacity_ms)
 
 
-#: Seconds before the first retry, and further pauses as a share of the time since the first
-#: failure: a destination that was away for a minute gets its messages some 12 s after its return.
+#: The seconds before the first retry, and the later pauses as a fraction of the time since the
+#: first failure: a destination that was away for a minute gets its messages some 12 s after its
+#: return.
 PAUSES: Final = (1.0, 0.2)
 
-#: The pauses if other queues may have the message already, and get a copy with every retry.
+#: The pauses if other queues may already have the message, and get a copy with every retry.
 PAUSES_WITH_COPIES: Final = (60.0, 1.0)
 
 #: The longest pause, in seconds.
@@ -327,9 +328,9 @@ class Redelivery:
 
     Attributes:
         topology: The levels that it waits in.
-        seconds: For how long a message is retried; 0 for no retries.
+        seconds: How long a message is retried; 0 for no retries.
         jitter: Returns a random number between two others.
-        signing_keys: Signs the message that waits; None: it stays unsigned.
+        signing_keys: Signs the waiting message; None to leave it unsigned.
     """
 
     topology: Topology
@@ -340,13 +341,14 @@ class Redelivery:
     def after_failure(
         self, outgoing: Outgoing, received: DelayHeaders, reason: str, makes_copies: bool = False
     ) -> Outgoing:
-        """Return the message to publish after a destination has not taken a message.
+        """Return the message to publish after a destination did not accept a message.
 
         Args:
             outgoing: The message, with its destination.
             received: The parsed headers of the received message.
-            reason: Why the destination has not taken it.
-            makes_copies: Whether other queues may have taken it, and get a copy with every retry.
+            reason: Why the destination did not accept it.
+            makes_copies: Whether other queues may have accepted the message, and get a copy with
+                every retry.
 
         Returns:
             The message for the levels; for ``undeliverable`` after the last retry.

@@ -24,7 +24,7 @@ from celery_rabbitdelay.publishing.destination import bindings_of
 #: recursively: some 300 levels raise a RecursionError in a worker.
 MAX_DEPTH: Final = 32
 
-#: Matches a name; returns None if it does not.
+#: Matches a name; returns None if the name does not match.
 Matches: TypeAlias = Callable[[str], "re.Match[str] | None"]
 
 #: The Python types of AMQP's tables and arrays.
@@ -41,7 +41,8 @@ class AllowedDestinations:
         patterns: Glob patterns for the names of both: ``*`` matches any characters, ``?`` one.
         never: The names of forbidden queues and exchanges; they take precedence.
         never_patterns: Glob patterns for forbidden names.
-        is_list: Whether nothing else is allowed: ``rabbitdelay_distribution_allowed`` is a list.
+        is_list: Whether nothing else is allowed, because ``rabbitdelay_distribution_allowed`` is a
+            list.
     """
 
     queues: frozenset[str] = frozenset()
@@ -64,7 +65,7 @@ class AllowedDestinations:
         return cls(frozenset(queue.name for queue in queues), frozenset(sources - {""}))
 
     def also(self, patterns: Iterable[str]) -> Self:
-        """Allow names that match further patterns, too."""
+        """Allow names that match more patterns."""
         return replace(self, patterns=(*self.patterns, *patterns))
 
     def includes(self, exchange: str, routing_key: str) -> bool:
@@ -79,10 +80,11 @@ class AllowedDestinations:
         """Return whether distribution publishes to a destination directly.
 
         A queue of the configuration is reached through the default exchange. Without a list, two
-        more kinds of destination are allowed. One is any other exchange, because a producer may
-        use one that the worker's application does not know. The other is a queue that is bound to
-        the delivery exchange, through that exchange: here the answer is False. A client that may
-        publish into the levels reaches such a queue without distribution, too.
+        more kinds of destination are allowed. First, any other exchange, because a producer may use
+        an exchange that the worker's application does not know. Second, a queue that is bound to
+        the delivery exchange: distribution reaches it through that exchange, so the answer here is
+        False. A client that may publish into the levels also reaches such a queue without
+        distribution.
 
         Args:
             exchange: The exchange; empty for the default one.
@@ -119,11 +121,11 @@ class AllowedDestinations:
 
 
 def _any_of(patterns: Iterable[str]) -> Matches:
-    """Return a function that matches a name with all patterns at once: each message needs it."""
+    """Return a function that matches a name with all patterns at once, for speed."""
     return re.compile("|".join(map(translate, patterns)) or "(?!)").match
 
 
-#: For a program without settings: all destinations are allowed.
+#: The limits for a program without settings: all destinations are allowed.
 ANYWHERE: Final = AllowedDestinations.matching(["*"])
 
 
@@ -145,7 +147,7 @@ def check_delay(what: str, value: object, delay_ms: int) -> None:
 
     Args:
         what: Where the delay comes from, such as the name of a header.
-        value: Its value, which the error shows.
+        value: The value there, which the error shows.
         delay_ms: The delay, in milliseconds.
 
     Raises:

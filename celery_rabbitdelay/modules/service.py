@@ -30,23 +30,25 @@ from celery_rabbitdelay.publishing.wire import Wire, read_unreadable_properties
 
 logger = logging.getLogger(__name__)
 
-#: Received messages that are unpacked in turns: any of them may be an envelope of many megabytes.
+#: The maximum number of received messages that are unpacked in turns, because each message may be
+#: an envelope of many megabytes.
 UNPACKED_AT_ONCE: Final = 4
 
-#: The same for messages of at most :data:`SMALL_BYTES`: more of them, so that messages for a full
-#: destination do not hold up others.
+#: The same maximum for messages of at most :data:`SMALL_BYTES`. It is higher, so that messages for
+#: a full destination do not hold up other messages.
 SMALL_UNPACKED_AT_ONCE: Final = 32
 SMALL_BYTES: Final = 16_384
 
-#: Messages published for one received message in its turn.
+#: The maximum number of messages published for one received message in its turn.
 MESSAGES_PER_TURN: Final = 100
 
-#: Pauses before a message for the levels or for ``undeliverable`` is resent after a nack: the
-#: first pause, the step by which pauses grow, and their maximum, in seconds.
+#: The pauses before a message for the levels or for ``undeliverable`` is resent after a nack: the
+#: first pause, the increment, and the maximum, in seconds.
 NACK_PAUSES: Final = (0.1, 0.3, 3.0)
 
 #: Limit of the factor by which prefetch count and window grow while the broker answers nothing:
-#: all messages in flight may be for one silent destination, and the next ones for others.
+#: all messages in flight may be for one silent destination, and the next messages for other
+#: destinations.
 MAX_GROWTH: Final = 8
 
 #: Maximum frames read per iteration; a delivery has three.
@@ -70,7 +72,8 @@ class ConnectionStuck(Exception):
     """
 
 
-#: Errors that are logged without a traceback, beside those of the connection and its channels.
+#: Errors that are logged without a traceback, in addition to errors of the connection and its
+#: channels.
 EXPECTED: Final = (PermissionMissing, PublishError, ConnectionStuck)
 
 
@@ -78,12 +81,12 @@ class ModuleConsumer:
     """Serves a module on one connection.
 
     A message is acknowledged once all messages published for it are confirmed. If anything fails
-    before, the broker redelivers the message. A message that its destination does not take goes
-    back into the levels, so that no other message waits for it; see :class:`.Redelivery`.
+    before that, the broker redelivers the message. A message that its destination does not accept
+    goes back into the levels, so that it does not hold up other messages; see :class:`.Redelivery`.
 
     While messages are redelivered, prefetch count and window are 1. If one of the messages crashes
-    the worker, only its delivery count grows, until the delivery limit dead-letters it to
-    ``undeliverable``.
+    the worker, the delivery count of this message alone grows, until the delivery limit
+    dead-letters it to ``undeliverable``.
 
     Args:
         service: The service of the module.
@@ -110,7 +113,7 @@ class ModuleConsumer:
         #: The received messages that are unpacked in turns.
         self._unpacking: deque[Received] = deque()
         self._published = 0
-        #: Since when all of them wait for full destinations.
+        #: The time since which all of these messages wait for full destinations.
         self._held_up_since: float | None = None
         self._forwarder = Forwarder(
             module, self._exists, self._wire.frame_max, service.answer_times
@@ -160,13 +163,13 @@ class ModuleConsumer:
         self._connection.heartbeat_check()
         if channel.blocked is None:
             self._loop.check_time()
-            # Only after the read: unread answers may be in the socket if other greenlets ran long.
+            # Read first: if other greenlets ran for long, unread answers may be in the socket.
             silent_for, answer_times = self._loop.silent_for, self._forwarder.answer_times
             if silent_for >= SILENCE and (stuck := answer_times.give_up_if_stuck(silent_for)):
                 names = ", ".join(stuck[:3])
                 raise ConnectionStuck(f"the broker stopped reading: no confirms for {names}")
         else:
-            # The time of a resource alarm does not count as silence.
+            # A resource alarm does not count as silence.
             self._loop.excuse(time.monotonic() - began)
 
     def _after_close(self, closed: ChannelError) -> None:
@@ -180,7 +183,7 @@ class ModuleConsumer:
         self._loop.use(channel)
 
     def _grow(self, silent_for: float) -> None:
-        """Raise prefetch count and window: to the module's, then further while nothing is answered.
+        """Raise prefetch count and window to the module's values, then higher without answers.
 
         While messages are redelivered, the first raise waits until a message gets no answer.
         """
@@ -266,13 +269,13 @@ class Service(ABC):
     """A thread with its own connection, which is reopened after a loss.
 
     Attributes:
-        name: Its name, for the log.
-        timeout: Seconds that an answer of the broker may take.
+        name: The service's name, for the log.
+        timeout: Maximum seconds for an answer of the broker.
         max_bytes: The largest message that is read.
         connection: The template of its connections.
         declare: Called with every new connection, to declare the queues that it needs.
         on_lost: Called when an open connection is lost, or serving on it fails.
-        stopping: Set to stop taking messages.
+        stopping: Set this event to stop receiving messages.
     """
 
     connection: Connection
@@ -291,7 +294,7 @@ class Service(ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop taking messages, finish the unsettled ones, and end the thread."""
+        """Stop receiving, finish the unsettled messages, and end the thread."""
         self.stopping.set()
         self._thread.join(STOP_TIMEOUT)
 
@@ -302,7 +305,7 @@ class Service(ABC):
     @property
     @abstractmethod
     def _progress(self) -> int:
-        """A count that grows while the service does its work."""
+        """A count that grows while the service works."""
 
     @abstractmethod
     def _serve_on(self, connection: Connection) -> bool:
@@ -349,7 +352,7 @@ class Service(ABC):
                 raise
         finally:
             if not finished:
-                # Without AMQP's close handshake: the broker may not be answering.
+                # Skip AMQP's close handshake, because the broker may not be answering.
                 drop_connection(connection)
 
 

@@ -1,7 +1,7 @@
 """The operator's commands for waiting messages.
 
 * To inspect: ``status`` (waiting messages and the next due time), and ``verify`` (faults on the
-  broker) with ``inventory`` and ``checks``; ``workers`` asks the workers, and ``worker_status``
+  broker) with ``inventory`` and ``checks``; ``workers`` queries the workers, and ``worker_status``
   answers; ``management`` is the management API, and ``quirks`` lists the differences between
   versions of RabbitMQ.
 * To manage the levels: ``export`` (the topology in other formats), ``permissions`` (of the

@@ -1,4 +1,4 @@
-"""``celery rabbitdelay capacity``: estimate what a number of waiting tasks takes of RabbitMQ."""
+"""``celery rabbitdelay capacity``: estimate RabbitMQ's resources for a number of waiting tasks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ REPEATED: Final = 1024
 #: The factor by which a replicated message costs each of its nodes more processor time.
 REPLICATED: Final = 1.45
 
-#: Bytes of memory, once messages are written into segments: of an envelope, or of a message among
-#: few; of a message among many, and of all queues together then. New messages use up to twice that.
+#: Bytes of memory, once messages are written into segments: of an envelope, or of a message if
+#: there are few; of a message if there are many, and then of all queues together. New messages use
+#: up to twice as much.
 FEW_MEMORY: Final = 1000
 MEMORY: Final = 420
 QUEUES_MEMORY: Final = 42_000_000
@@ -36,7 +37,7 @@ QUEUES_MEMORY: Final = 42_000_000
 ROW_DISK: Final = 45
 ENVELOPE_DISK: Final = 600
 
-#: The messages that one queue passes on a second, measured on two cores.
+#: The messages per second that one queue dead-letters, measured on two cores.
 QUEUE_RATE: Final = 2500
 
 #: The number of replicas that RabbitMQ gives a quorum queue, unless it has fewer nodes.
@@ -52,10 +53,10 @@ class Load(NamedTuple):
     """The tasks of an application.
 
     Attributes:
-        tasks: How many wait at a time.
-        rate: How many are sent, and come due, per second.
-        per_message: How many an envelope holds on average; 1 for none.
-        argument_bytes: The size of their arguments, beyond a number or two.
+        tasks: How many tasks wait at the same time.
+        rate: How many tasks are sent, and come due, per second.
+        per_message: How many tasks an envelope holds on average; 1 without envelopes.
+        argument_bytes: The size of the tasks' arguments in bytes, beyond a number or two.
         longest: The longest delay, in seconds. All delays up to it are equally frequent.
     """
 
@@ -76,7 +77,7 @@ class Capacity(NamedTuple):
         disk_bytes: Disk per node.
         memory_bytes: Memory per node.
         cores: Busy cores per node.
-        busiest_share: The share of the messages that pass the busiest queue, without shards.
+        busiest_share: The fraction of all messages that pass the busiest queue, without shards.
         shards: The number of shards that the rate needs.
     """
 
@@ -173,7 +174,7 @@ _number: Final = shared.ParameterType("number", _count)
 )
 @shared.topology_options()
 def capacity(nodes: int, load: Load, **options: object) -> None:
-    """Estimate what waiting tasks take of RabbitMQ. No broker is contacted."""
+    """Estimate RabbitMQ's resources for waiting tasks. No broker is contacted."""
     topology = shared.topology(options)
     found = capacity_of(load, topology.layout, nodes)
     shared.answer(found._asdict(), _lines(found, load, topology))

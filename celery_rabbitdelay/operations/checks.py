@@ -32,11 +32,11 @@ GUARD_PRIORITY: Final = 1000
 #: See :data:`.DEAD_LETTERING_FLAG`.
 NEEDED_FLAG: Final = "stream_queue"
 
-#: The fewest replicas with which a queue survives the death of a node:
+#: The minimum number of replicas with which a queue survives the death of a node:
 #: https://www.rabbitmq.com/docs/quorum-queues#replication-factor
 ENOUGH_REPLICAS: Final = 3
 
-#: The earliest and the latest that a probe may arrive, in seconds after its due time.
+#: The earliest and the latest arrival of a probe in time, in seconds after its due time.
 PROBE_IN_TIME: Final = (-1.0, 30.0)
 
 #: The name of a digit queue, without the prefix: days.70, or days.x10.0.s2 with shards.
@@ -49,7 +49,7 @@ _EXCHANGE: Final = re.compile(r"[A-Za-z0-9_-]+\.x\d+|layout\.[^.]+")
 def check_broker(
     settings: Settings, inventory: Inventory, is_blocked: bool = False
 ) -> Iterator[FoundRow]:
-    """Find a version, a feature flag, a type of queue, or an alarm that breaks a promise.
+    """Find versions, feature flags, queue types, or alarms that break a promise of the levels.
 
     Args:
         settings: The application's settings.
@@ -95,14 +95,14 @@ def check_entities(settings: Settings, inventory: Inventory) -> Iterator[FoundRo
 
 
 def check_strangers(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
-    """Find missing bindings, bindings that leak tasks or let strangers in, and other consumers."""
+    """Find missing bindings, bindings that leak tasks or admit strangers, and foreign consumers."""
     ours = {exchange.name for exchange in topology.exchanges}
     queues = {queue.name for queue in topology.queues}
     for binding in topology.bindings:
         targets = inventory.exchanges if binding.target_is_exchange else inventory.queues
         if (
             binding not in inventory.bindings
-            # A missing exchange or queue is a finding of its own.
+            # A missing exchange or queue is a separate finding.
             and binding.source in inventory.exchanges
             and binding.target in targets
         ):
@@ -173,7 +173,7 @@ def check_probes(settings: Settings, workers: Mapping[str, Json]) -> Iterator[Fo
 
 
 def check_modules(topology: Topology, counts: Mapping[str, Counts | None]) -> Iterator[FoundRow]:
-    """Find modules that no worker serves although messages wait for them.
+    """Find modules with waiting messages that no worker serves.
 
     Args:
         topology: The topology.
@@ -271,7 +271,7 @@ def _subject(each: Exchange | Queue | Binding) -> str:
 
 
 def _is_harmless(topology: Topology, binding: Binding) -> bool:
-    """Return whether a binding of delivery is a destination's own, or never matches a key."""
+    """Return whether a binding of delivery is a normal one of its queue, or never matches a key."""
     own = topology.keys.destination_pattern(binding.target)
     if binding.source != topology.delivery.name:
         return False
@@ -282,7 +282,7 @@ def _is_harmless(topology: Topology, binding: Binding) -> bool:
 
 
 def _is_away(queue: Json, inventory: Inventory) -> bool:
-    """Return whether a queue is a classic one on a node that does not run."""
+    """Return whether a queue is a classic queue on a stopped node."""
     return queue["type"] == "classic" and not inventory.nodes.get(_node_of(queue), True)
 
 
@@ -291,7 +291,7 @@ def _node_of(queue: Json) -> str:
 
 
 def _difference(entity: Exchange | Queue, inventory: Inventory) -> str:
-    """Describe how an entity on the broker differs from ours; empty if it is equal or missing."""
+    """Describe how an entity on the broker differs from ``ours``; empty if equal or missing."""
     if (found := inventory.of(entity)) is None:
         return ""
     wanted, there = _flat(described(entity)), _flat(found)
@@ -314,7 +314,7 @@ def check_policies(
     destinations: Sequence[str],
     may_refuse: Callable[[str], bool],
 ) -> Iterator[FoundRow]:
-    """Find policies that break a promise, and task queues that drop or refuse tasks.
+    """Find policies that break a promise of the levels, and task queues that drop or refuse tasks.
 
     Args:
         topology: The topology.

@@ -4,10 +4,10 @@
 native delayed delivery (kombu's ``native_delayed_delivery``): a chain of 28 queues, one per bit of
 the delay in seconds. A routing key there consists of these bits and the destination's own key, and
 the headers of a message have its due time. Without a due time, the message waits for the longest
-time that the rest of its chain can take, so that it is never early.
+time that the remaining queues of its chain can take, so that it is never early.
 
-A message keeps its due time, so it waits in the new levels for the rest of its delay. Producers and
-workers may run meanwhile: the old levels still deliver the messages that come due in them.
+A message keeps its due time, so it waits in the new levels for its remaining delay. Producers and
+workers may run during the move: the old levels still deliver the messages that come due there.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Migration:
         source: The topology that the messages are in.
         target: The topology that the messages go to.
         ensure: Binds a destination queue to the target, by its name.
-        signing_keys: The keys that verify and sign messages; None: signatures stay as they are.
+        signing_keys: The keys that verify and sign messages; None to leave signatures as they are.
         vouches: Whether to sign messages without a valid signature.
     """
 
@@ -71,7 +71,7 @@ class Migration:
     vouches: bool = False
 
     def convert(self, message: amqp.Message, queue: str, until_ms: int | None = None) -> Outgoing:
-        """Return what to publish for a message.
+        """Convert a message to the publication that replaces it.
 
         Args:
             message: The message.
@@ -81,7 +81,8 @@ class Migration:
 
         Raises:
             UnprocessableMessage: The message cannot come from these levels.
-            Stay: Its routing key belongs to another layout, or only a later version can read it.
+            Stay: The message's routing key belongs to another layout, or only a later version can
+                read the message.
         """
         modules, given = self.source.module_queues, headers_of(message)
         info, kept = message.delivery_info or {}, WaitingMessage.unopened(message)
@@ -137,7 +138,7 @@ class Migration:
             self.ensure(destination)
         due = Due.until(due_ms if until_ms is None else until_ms)
         if is_authentic:
-            # Sign again, with the first key: the priority in the headers may have changed.
+            # Sign again with the first key, because the priority in the headers may have changed.
             waiting = signed(waiting, self.signing_keys)
         return forwarding.into_levels(self.target, waiting, due, destination)
 
@@ -194,7 +195,7 @@ def check_source(source: Place) -> None:
 #: The number of queues in a chain, and of bits in a routing key.
 BITS: Final = 28
 
-#: The only reason to stay in the chain with which ``adopt`` still succeeds.
+#: A reason why a task stays in the chain. It is the only reason that does not make ``adopt`` fail.
 KEEPS_OWN: Final = "its task has rabbitdelay=False"
 
 #: Milliseconds by which a due time may be earlier than the end of the chain, which counts whole
@@ -219,7 +220,7 @@ class NativeChain:
     """Converts the tasks in Celery's native delayed delivery into messages of the levels.
 
     Attributes:
-        producer: Makes the messages; it publishes nothing.
+        producer: Converts the tasks to messages; publishes nothing.
         timezone: The application's time zone.
         queues: The queues that the application knows.
         ensure: Binds a destination queue to the levels, by its name.
@@ -233,10 +234,10 @@ class NativeChain:
     keeps_own: Callable[[str], bool]
 
     def convert(self, message: amqp.Message, queue: str) -> Outgoing:
-        """Return what to publish for a message.
+        """Convert a message to the publication that replaces it.
 
         Raises:
-            Stay: Its destination is unknown, or the levels cannot hold it.
+            Stay: The message's destination is unknown, or the levels cannot hold the message.
         """
         headers = headers_of(message)
         eta = eta_of(headers.get("eta"), self.timezone)
@@ -257,8 +258,8 @@ def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[D
     Args:
         message: The message.
         queue: The chain's queue that held the message; its name ends with the level.
-        due: The due time in its headers. If the due time is missing, or earlier than the chain can
-            end, the latest end of the chain is used instead.
+        due: The due time in its headers. If the due time is missing, or earlier than the end of the
+            chain, the latest end of the chain replaces it.
 
     Raises:
         Stay: The routing key does not belong to a chain, or the message cannot be read.

@@ -35,9 +35,9 @@ def delete(
 ) -> None:
     """Delete the levels from the broker; task queues stay.
 
-    Stop producers and workers first: messages that are published meanwhile, or that a worker holds,
-    are lost. Only the management API shows messages that dead-lettering holds because a task queue
-    refuses them.
+    Stop producers and workers first: messages that are published during the command, or that a
+    worker holds, are lost. Only the management API shows messages that dead-lettering holds because
+    a task queue refuses them.
     """
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json cannot ask for confirmation: give --yes or --dry-run")
@@ -93,7 +93,7 @@ def _with_held(
 ) -> dict[str, Counts | None]:
     """Add the messages that dead-lettering holds to the counts; warn if they are unknown.
 
-    These messages are due, but their queue has not taken them yet, or refuses them. AMQP counts
+    These messages are due, but their queue has not accepted them yet, or refuses them. AMQP counts
     ready messages only.
     """
     held: dict[str, int] = {}

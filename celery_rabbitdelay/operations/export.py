@@ -59,15 +59,15 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[Json]]:
     }
 
 
-#: Stands for the prefix, which is an input of the Terraform module.
+#: A placeholder for the prefix, which is an input of the Terraform module.
 _PREFIX: Final = "@name@"
 
 
 def as_terraform(topology: Topology, vhost: str = "/") -> str:
     """Return the text of a Terraform module, ``main.tf``.
 
-    Its inputs are ``name``, ``vhost`` and ``max_delay``. Its ``locals`` hold the exchanges, queues
-    and bindings, named without the prefix, as JSON, which is valid HCL.
+    The module's inputs are ``name``, ``vhost`` and ``max_delay``. Its ``locals`` hold the
+    exchanges, queues and bindings as JSON, which is valid HCL; their names lack the prefix.
 
     Args:
         topology: The topology; its prefix is the default of the input ``name``.
@@ -106,7 +106,7 @@ def as_terraform(topology: Topology, vhost: str = "/") -> str:
 
 
 def _hcl(value: object) -> str:
-    """Write a value for Terraform, in whose strings ``${`` and ``%{`` begin a template."""
+    """Write a value for Terraform; escape ``${`` and ``%{``, which begin a template there."""
     text = json.dumps(value, ensure_ascii=False).replace("${", "$${").replace("%{", "%%{")
     return text.replace(_PREFIX, "${var.name}")
 

@@ -63,7 +63,7 @@ def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
         virtual_host: Its name.
 
     Raises:
-        ManagementUnavailable: The API does not answer, or the user may not read all of it.
+        ManagementUnavailable: The API does not answer, or the user's permissions do not suffice.
     """
     version = api.get("overview")["rabbitmq_version"]
     needs_flag = DEAD_LETTERING_FLAG.is_in(version_of(version))
@@ -113,7 +113,7 @@ def _by_name(entities: Iterable[Json]) -> dict[str, Json]:
 
 
 def described(entity: Exchange | Queue) -> dict[str, object]:
-    """Return an exchange's or queue's declaration in the terms of the management API."""
+    """Return the declaration of an exchange or queue as the management API shows it."""
     flags = {"durable": bool(entity.durable), "auto_delete": bool(entity.auto_delete)}
     if isinstance(entity, Queue):
         return {"name": entity.name, **flags, "arguments": declared_arguments(entity)}
@@ -122,10 +122,10 @@ def described(entity: Exchange | Queue) -> dict[str, object]:
 
 
 def effective_policies(inventory: Inventory, name: str) -> Iterator[Effective]:
-    """Yield the possible combinations of policy and operator policy for a queue, if it exists.
+    """Yield the effective policies that a queue may have; none for an unknown queue.
 
-    If several policies of the highest priority match, RabbitMQ takes any of them. The values are
-    computed here, because RabbitMQ reports its own some seconds late.
+    If several policies of the highest priority match, RabbitMQ applies any one of them. The values
+    are computed here, because RabbitMQ reports the effective policies some seconds late.
     """
     if (queue := inventory.queues.get(name)) is None:
         return
@@ -150,5 +150,6 @@ def _matches(policy: Json, queue: Json) -> bool:
     try:
         return re.search(policy["pattern"], queue["name"]) is not None
     except re.error:
-        # Erlang accepts some patterns that Python does not. A false alarm is the better mistake.
+        # Erlang accepts some patterns that Python refuses. A false alarm is better than a missed
+        # fault.
         return True

@@ -81,7 +81,7 @@ class ManagementAPI:
         except OSError as wrong:
             files = ", ".join(str(file) for file in (authorities, certificate, key) if file)
             raise ManagementUnavailable(self.url, f"cannot read {files}: {wrong}") from wrong
-        # Not through a proxy: AMQP reaches the broker without one.
+        # Do not use a proxy, because AMQP reaches the broker without a proxy.
         self._connect: Callable[[], HTTPConnection]
         if parts.scheme == "https":
             self._connect = partial(HTTPSConnection, host, port, timeout=TIMEOUT, context=context)
@@ -93,11 +93,11 @@ class ManagementAPI:
         """Return the API's answer for a path.
 
         Args:
-            *path: The words of the path behind ``/api``; they are quoted.
+            *path: The parts of the path after ``/api``, which this method quotes.
             **query: The query.
 
         Raises:
-            ManagementUnavailable: The API does not answer with JSON, or refuses.
+            ManagementUnavailable: The API refuses, or its answer is not JSON.
         """
         with self._asked(path, urlencode(query)) as answer:
             return json.load(answer)
@@ -111,7 +111,7 @@ class ManagementAPI:
             **values: The entity's properties.
 
         Raises:
-            ManagementUnavailable: The API does not answer, or refuses.
+            ManagementUnavailable: The API does not answer, or refuses the request.
         """
         with self._asked(path, method=method, body=json.dumps(values).encode()):
             pass
@@ -136,11 +136,11 @@ class ManagementAPI:
 
 
 def management_api(connection: Connection, url: str | None = None) -> ManagementAPI:
-    """Return the API at a URL; None: at the broker's host and the default port, with AMQP's user.
+    """Return the API at a URL, or at the broker's host and the default port, with AMQP's user.
 
     Args:
-        connection: A connection to the broker; if the broker has several hosts, an open one, whose
-            host is used.
+        connection: A connection to the broker. If the broker has several hosts, the connection must
+            be open, because its current host is used.
         url: The URL.
 
     Raises:
@@ -160,7 +160,7 @@ def parts_of_url(url: str) -> SplitResult | None:
     """Return the parts of a URL; None if it is malformed or ambiguous."""
     with suppress(ValueError):
         parts = urlsplit(url)
-        # If a password has "/", "?" or "#", its rest ends up in one of these parts.
+        # If a password has "/", "?" or "#", the text after it ends up in one of these parts.
         rest = f"{parts.path}{parts.query}{parts.fragment}"
         if (
             parts.scheme in PORTS

@@ -27,7 +27,7 @@ from celery_rabbitdelay.operations.source import waiting
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-#: The most reasons and queues in the text; ``--json`` has all of them.
+#: The maximum number of reasons and queues in the text; ``--json`` lists all.
 MAX_NAMED: Final = 10
 
 
@@ -35,9 +35,9 @@ class Pace(NamedTuple):
     """Options of a move.
 
     Attributes:
-        timeout: Seconds for an answer of a broker, and for the target to come back.
-        rate: The most messages that are moved a second.
-        dry_run: Whether to count the messages, and move none.
+        timeout: Maximum seconds for an answer of a broker, and for the target to come back.
+        rate: The maximum number of messages to move per second.
+        dry_run: Whether to count the messages without moving them.
     """
 
     timeout: float
@@ -203,7 +203,7 @@ def _run(
     Args:
         destinations: Binds the destination queues at the target; closed at the end.
         queues: The names of the queues that are emptied.
-        convert: Returns what to publish for a message.
+        convert: Converts a message to the publication that replaces it.
         pace: The options of the move.
         there: The broker of these queues.
         check: Called first; raises an error if messages cannot be moved between these levels.

@@ -1,8 +1,8 @@
 """Moves messages from queues to another place: publish, wait for the confirm, acknowledge.
 
 The commands migrate, transfer, adopt, redrive and purge each supply a conversion. If the process
-dies, the broker requeues the unacknowledged messages. The target may have confirmed some of them
-already; they then exist twice. No message is lost, and the move can be started again.
+dies, the broker requeues the unacknowledged messages. Messages that the target has already
+confirmed then exist twice. No message is lost, and the move can be started again.
 
 Messages that a consumer of a quorum queue holds do not expire. Therefore the remaining delay of a
 message is computed from its due time when it is published. :class:`Destinations` binds the
@@ -124,25 +124,26 @@ class Destinations:
 #: due during a move is late by the time that the move takes.
 TAKEN_AHEAD: Final = 2000
 
-#: The most messages that may stay in their queues. They are held unacknowledged until the end; the
-#: broker needs some 200 bytes per message (measured on 3.10.8, 4.0.5 and 4.3.6).
+#: The maximum number of messages that may stay in their queues. They are held unacknowledged until
+#: the end; the broker needs some 200 bytes per message (measured on 3.10.8, 4.0.5 and 4.3.6).
 MOST_STAYING: Final = 1_000_000
 
-#: Seconds after which empty queues are looked at again: a message may be between two of them.
+#: Seconds after which empty queues are checked again, because a message may be moving from one
+#: queue to another.
 SETTLE: Final = 2.0
 
-#: The most messages, and the most seconds, of a batch: messages that are published before the next
-#: acknowledgement to the source. If the process dies, the messages of two batches may exist twice:
-#: the batch that is published, and the one before. RabbitMQ passes acknowledgements on to a busy
-#: quorum queue only when the queue has answered (quorum_commands_soft_limit).
+#: The maximum messages, and the maximum seconds, of a batch: the messages that are published before
+#: the next acknowledgement to the source. If the process dies, the messages of two batches may
+#: exist twice: the batch that is published, and the one before. RabbitMQ passes acknowledgements on
+#: to a busy quorum queue only when the queue has answered (quorum_commands_soft_limit).
 BATCH: Final = 100
 BATCH_SECONDS: Final = 0.05
 
 #: Seconds of a pause that a limited rate catches up on.
 CATCH_UP: Final = 0.1
 
-#: The most reasons that are counted one by one, because strangers can make up reasons. Further ones
-#: are counted together.
+#: The maximum number of reasons that are counted separately, because strangers can make up reasons.
+#: All other reasons are counted together.
 MOST_REASONS: Final = 200
 OTHER_REASONS: Final = "other reasons"
 
@@ -154,8 +155,9 @@ class Stay(Exception):
     """
 
 
-#: Takes a message and the name of its queue; returns what to publish for it, or None to delete it.
-#: It raises ``Stay``, or :class:`.UnprocessableMessage` if the message goes to ``undeliverable``.
+#: Called with a message and the name of its queue; returns the publication that replaces it, or
+#: None to delete it. It raises ``Stay``, or :class:`.UnprocessableMessage` if the message goes to
+#: ``undeliverable``.
 Convert: TypeAlias = Callable[[amqp.Message, str], Outgoing | None]
 
 
@@ -183,7 +185,7 @@ class Moved:
 
 
 def counted_as(reason: str, known: Collection[str]) -> str:
-    """Return the reason, or :data:`OTHER_REASONS` if there are too many already."""
+    """Return the reason, or :data:`OTHER_REASONS` if there are too many reasons already."""
     return reason if reason in known or len(known) < MOST_REASONS else OTHER_REASONS
 
 
@@ -195,15 +197,15 @@ class Mover:
         source: The broker that the queues are on; another connection like it is opened.
         queues: The names of the queues; missing ones are skipped.
         target: Where the messages go.
-        convert: Returns what to publish for a message.
+        convert: Converts a message to the publication that replaces it.
         timeout: Seconds for an answer of a broker, and for the target to confirm a message.
-        rate: The most messages that are published a second.
-        limit: The most messages that are moved; None for all.
-        looked_at: The most messages that are read, so that a message that comes back at once is not
-            moved twice; None for all.
-        dry_run: Whether to count the messages, and publish none.
+        rate: The maximum number of messages to publish per second.
+        limit: The maximum number of messages to move; None for all.
+        looked_at: The maximum number of messages to read, so that a message that comes back at once
+            is not moved twice; None for all.
+        dry_run: Whether to count the messages without publishing them.
         result: The counts of the messages moved so far.
-        stopping: Set to end the move; messages in flight are confirmed first.
+        stopping: Set this event to end the move; messages in flight are confirmed first.
     """
 
     source: Connection
@@ -221,7 +223,8 @@ class Mover:
 
     def __post_init__(self) -> None:
         self._publisher = Publisher(self.target.connection.clone(heartbeat=0))
-        #: Kept: the publisher has a weak reference, and calls it once per connection.
+        #: This function must be kept, because the publisher has only a weak reference to it. The
+        #: publisher calls it once per connection.
         self._declare = self.target.declare
         self._ahead = int(min(max(self.rate, 1), TAKEN_AHEAD))
         self._limit = math.inf if self.limit is None else self.limit
@@ -263,7 +266,7 @@ class Mover:
             if not ready and was_empty:
                 return True
             if ready and idle_rounds == MOST_IDLE_ROUNDS:
-                why = "the broker delivers none: another consumer may have them"
+                why = "the broker delivers no messages: another consumer may hold them"
                 self.result.left[why] += sum(ready.values())
                 return False
             if ready:
@@ -333,9 +336,10 @@ class Mover:
                 yield publication
 
     def _publication(self, message: amqp.Message) -> Publication | None:
-        """Return what to publish for a message; None if it stays, or is deleted.
+        """Return the publication that replaces a message; None if it stays, or is deleted.
 
-        The publication's context is the message, and the reason if it is undeliverable, else "".
+        The publication's context is the message, and the reason if the message is undeliverable,
+        else "".
         """
         content, reason = None, ""
         try:

@@ -23,7 +23,8 @@ from celery_rabbitdelay.publishing.destination import bindings_of
 #: The roles of a broker's users.
 Role: TypeAlias = Literal["producer", "worker", "check-in", "operator"]
 
-#: The random part in the names of reply queues, and at the end of names of broadcast queues.
+#: A pattern for the random part in the names of reply queues, and at the end of names of broadcast
+#: queues.
 _UUID: Final = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
@@ -113,10 +114,10 @@ def _whole(names: Iterable[str]) -> str:
 def topic_rights(topology: Topology, queues: Sequence[Queue]) -> Iterator[TopicRight]:
     r"""Yield the topic permissions of a producer that may delay tasks for some queues only.
 
-    An exchange without a topic permission accepts every key, so every level needs one. A key must
-    have as many digits as there are levels, because a key that matches no binding would reach
-    distribution, which reads the headers. The expressions end with ``\z``: ``$`` would also
-    match before a line feed at the end of a key.
+    An exchange without a topic permission accepts every key, so every level needs one. The pattern
+    requires one digit per level: a key that matches no binding would reach distribution, which
+    reads the headers. The expressions end with ``\z``: ``$`` would also match before a line feed at
+    the end of a key.
     """
     shard = r"s[0-9]+\." if topology.shards > 1 else ""
     # A broadcast is reached through distribution alone.
@@ -150,7 +151,7 @@ def _declared(queues: Sequence[Queue]) -> list[str]:
 
 
 def _to_declare(queues: Sequence[Queue], *, binds: bool) -> Iterator[str]:
-    """Yield the further names that need write permission to declare queues and bind them.
+    """Yield other names that need write permission when queues are declared and bound.
 
     To declare a queue with a dead-letter exchange, or an exchange with an alternate exchange, the
     broker requires write permission on that exchange.
@@ -208,7 +209,7 @@ def _exchanges(queues: Iterable[Queue]) -> Iterator[str]:
 def permissions(
     role: Role, user: str, vhost: str | None, mode: str | None, topics: bool, **options: object
 ) -> None:
-    """Print the rabbitmqctl commands that give a user the permissions for its ROLE, and no more.
+    """Print the rabbitmqctl commands that give a user exactly the permissions for its ROLE.
 
     The task queues are task_queues, or Celery's default queue. No broker is contacted.
     """

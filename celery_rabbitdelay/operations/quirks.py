@@ -1,4 +1,4 @@
-"""The differences between versions of RabbitMQ: quirks, our answers, and the versions affected.
+"""The differences between versions of RabbitMQ: quirks, workarounds, and affected versions.
 
 No other file compares versions, except with :data:`OLDEST`. Quirks without a source were measured
 on 3.10.8, 4.0.5 and 4.3.6. To add a quirk, define it here. Code that depends on the version
@@ -43,7 +43,7 @@ DEAD_LETTERING_FLAG: Final = Quirk(last=(3, 10))
 STUCK_DEAD_LETTERING: Final = Quirk(first=(4, 3, 0), last=(4, 3, 2))
 
 #: A consumer of a quorum queue fails if it starts again under the same tag while it has messages.
-#: Our consumers never reuse a tag.
+#: This package's consumers never reuse a tag.
 SAME_CONSUMER_TAG: Final = Quirk(last=(3,))
 
 #: basic.nack changes the order of requeued messages; a closed channel keeps it. Messages that were
@@ -60,7 +60,7 @@ ONLY_REJECT_COUNTS: Final = Quirk(first=(4, 3))
 #: https://www.rabbitmq.com/docs/quorum-queues#position-in-queue
 DELIVERY_LIMIT: Final = Quirk(first=(4, 0))
 
-#: Priorities above 4 form a band of their own; one such message blocks the others of a level.
+#: Priorities above 4 form a separate band; a message in it blocks the other messages of a level.
 #: Higher priorities wait in a header, and distribution restores them. Source:
 #: https://www.rabbitmq.com/docs/quorum-queues#priorities
 TWO_PRIORITIES: Final = Quirk(first=(4, 0), last=(4, 2))
@@ -69,7 +69,7 @@ TWO_PRIORITIES: Final = Quirk(first=(4, 0), last=(4, 2))
 #: the user may not read are left out.
 PASSIVE_PERMISSION: Final = Quirk(first=(4, 3))
 
-#: ACCESS_REFUSED does not say which permission is missing. The refused method tells which.
+#: ACCESS_REFUSED does not say which permission is missing; the refused method shows it.
 UNNAMED_PERMISSION: Final = Quirk(last=(3,))
 
 #: The management API does not list the bindings of a queue whose node is away. verify expects

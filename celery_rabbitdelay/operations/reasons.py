@@ -61,15 +61,15 @@ class Undeliverable:
 def examine(
     headers: Mapping[str, object], topology: Topology, routing_key: str | None = None
 ) -> Undeliverable:
-    """Return the task of a message in ``undeliverable``, and the reason why it is there.
+    """Return the task of a message in ``undeliverable``, and why the message is there.
 
     Invalid headers raise nothing: a stranger may have published the message.
 
     Args:
         headers: The message's headers, as the broker returns them.
         topology: The topology that the message was published into.
-        routing_key: ``message.delivery_info["routing_key"]``. Needed only for a message that
-            never was in a queue of the levels: its headers lack the key.
+        routing_key: ``message.delivery_info["routing_key"]``. Needed only for a
+            message that was never in a queue of the levels, because its headers lack the key.
     """
     parsed, problems = header_names.parse(headers)
     last_stop, key, cause, died = _last_death(headers, problems)
@@ -146,7 +146,7 @@ def _last_death(
 
 
 def _by_broker(topology: Topology, last_stop: str | None, cause: object) -> str | None:
-    """Return why the broker dead-lettered a message from a module's queue; None if it did not."""
+    """Return why a message was dead-lettered from a module's queue; None for other queues."""
     modules = topology.module_queues
     if last_stop not in (modules.checkin.name, modules.distribution.name):
         return None
@@ -175,7 +175,7 @@ def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: s
 
 
 def _gap(topology: Topology, last_stop: str | None, key: str) -> tuple[str, str]:
-    """Return the exchange after a stop, and the next stop; after the last stop, delivery.
+    """Return the exchange after a stop, and the next stop; delivery after the last stop.
 
     Raises:
         LookupError: The stop or the key does not belong to this layout.

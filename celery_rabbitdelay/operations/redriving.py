@@ -1,8 +1,8 @@
 """Converts an undeliverable message into the message that is published again.
 
-Anybody who can publish to an exchange of the levels can put a message into ``undeliverable``, with
-any headers. Therefore a message is only redriven to a destination that the application allows, and
-only headers with valid values are kept.
+Any client that can publish to an exchange of the levels can put a message with any headers into
+``undeliverable``. Therefore a message is only redriven to a destination that the application
+allows, and only headers with valid values are kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 
-#: The headers of a message, which may come from a stranger.
+#: The untrusted headers of a message.
 Headers: TypeAlias = Mapping[str, object]
 
 
@@ -71,13 +71,13 @@ class Redriving:
     Attributes:
         producer: Signs the messages and computes their routes; it publishes nothing.
         allowed: The allowed destinations.
-        checkin_allowed: The allowed destinations of messages that check-in never accepted; None:
+        checkin_allowed: The allowed destinations of messages that check-in never accepted; None for
             the same as ``allowed``.
         trusts_clients: Whether to skip check-in's checks of task messages; see
             ``rabbitdelay_checkin_trusted``.
         queues: The queues that the application knows, by their names.
-        delay_ms: The shortest delay of a message, in milliseconds; None: until it is due.
-        to: The queue for all messages; None: every message goes to its own destination. The queue
+        delay_ms: The minimum delay of a message, in milliseconds; None to wait until it is due.
+        to: The queue for all messages; None to send every message to its own destination. The queue
             need not be an allowed destination, but must not belong to the levels, to the broker or
             to Celery.
         max_attempts: How often a message may be redriven, including this time.
@@ -99,15 +99,15 @@ class Redriving:
     vouches: bool = False
 
     def redriven(self, message: amqp.Message) -> Outgoing:
-        """Return what to publish for a message.
+        """Convert a message to the publication that replaces it.
 
-        The message waits in the levels until it is due, and at least for the delay. It keeps its
-        body, its properties, and all headers except those of the broker and of earlier attempts to
-        deliver it.
+        The message waits in the levels until it is due, and at least for the delay. The message
+        keeps its body, its properties, and all headers except those of the broker and of earlier
+        attempts to deliver it.
 
         Raises:
             UnprocessableMessage: The message has to stay in ``undeliverable``.
-            Stay: The message has to stay: no worker serves a module that it needs.
+            Stay: The message has to stay, because it needs a module that no worker serves.
         """
         headers, key = headers_of(message), message.delivery_info["routing_key"]
         later = header_names.later_version(headers, message.properties.get("content_type"))
@@ -119,7 +119,8 @@ class Redriving:
         found = examine(headers, topology, key)
         is_new = never_accepted(headers, topology, key, found.last_stop)
         received = WaitingMessage.unopened(message)
-        # A client of check-in has no signing key; like check-in, check the destination instead.
+        # A client of check-in has no signing key, so check the destination instead, as check-in
+        # does.
         if keys is not None and not (is_new or self.vouches or keys.verifies(*received)):
             raise UnprocessableMessage(NOT_SIGNED)
         given = _as_checked_in(headers) if is_new else headers
@@ -166,8 +167,8 @@ class Redriving:
     def _count(self, parsed: header_names.DelayHeaders, problems: Mapping[str, str]) -> int:
         """Return how often the message was already redriven.
 
-        A client may publish a message anew without the header, which cannot be detected. If the
-        header has a value that this package never writes, the message stays.
+        A client can publish a copy of the message without the header; this cannot be detected. If
+        the header has a value that this package never writes, the message stays.
         """
         if header_names.REDRIVEN in problems:
             raise UnprocessableMessage(problems[header_names.REDRIVEN])
@@ -272,9 +273,9 @@ class Redriving:
 def _as_checked_in(headers: Headers) -> dict[str, object]:
     """Return the headers of a message that check-in never accepted, without untrusted ones.
 
-    Keep the headers that a client may set, without its delay, and the routing key, which check-in
-    has added. If the broker dead-lettered the message from check-in's queue, its client may have
-    written the routing key, which is then dropped.
+    The remaining headers are those that a client may set, except the delay, and the routing key
+    that check-in has added. If the broker dead-lettered the message from check-in's queue, its
+    client may have written the routing key, which is then dropped.
     """
     names = ["x-death", header_names.REDRIVEN]
     if "x-death" not in headers:
@@ -286,7 +287,7 @@ def _as_checked_in(headers: Headers) -> dict[str, object]:
 
 
 def _redirected(envelope: OpenedEnvelope) -> bytes:
-    """Return an envelope's body without the destinations of its messages."""
+    """Return an envelope's body without the destinations of the messages in it."""
     names = (header_names.EXCHANGE, header_names.ROUTING_KEY)
 
     def without(given: Headers) -> dict[str, object]:
@@ -307,10 +308,10 @@ def redriving_for(
     """Return the conversion for an application's undeliverable messages.
 
     Args:
-        app: The application. The queues of ``task_queues``, ``task_routes`` and the tasks are
-            allowed, with their exchanges, and the names in ``rabbitdelay_checkin_allowed``; never
-            the queues and exchanges of the levels, of the broker, and of Celery's remote control
-            and events.
+        app: The application. The conversion allows the queues of ``task_queues``, ``task_routes``
+            and the tasks, with their exchanges, and the names in ``rabbitdelay_checkin_allowed``.
+            It never allows the queues and exchanges of the levels, of the broker, and of Celery's
+            remote control and events.
         delay: The shortest delay of a message: seconds, or a timedelta. None: until it is due.
         allow: Names of further queues and exchanges that messages may go to; ``*`` stands for any
             characters, ``?`` for one.

@@ -1,8 +1,8 @@
-"""Takes messages from queues, to read them or to move them.
+"""Consumes messages from queues, to read them or to move them.
 
 AMQP cannot read a message and leave it in its queue. Therefore a message is consumed, stays
 unacknowledged while it is read or published elsewhere, and is then acknowledged or requeued. If the
-process dies meanwhile, the broker requeues the message.
+process dies before that, the broker requeues the message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SILENCE: Final = 0.2
 
 #: Round trips to the queues before the channel is closed, so that the queues have received all
 #: acknowledgements. A channel passes only 32 of them at a time to a quorum queue, and drops the
-#: rest when it is closed (measured on 3.10.8).
+#: others when it is closed (measured on 3.10.8).
 BARRIERS: Final = 3
 
 #: The prefetch of a reader.
@@ -39,14 +39,14 @@ AHEAD: Final = 1000
 #: The priority of a reader. Other consumers have priority 0, so they receive messages first.
 READERS_PRIORITY: Final = -10
 
-#: After so many rounds without a message, another consumer must hold what the queues have.
+#: After this many rounds without a message, another consumer must hold the remaining messages.
 MOST_IDLE_ROUNDS: Final = 3
 
 #: Seconds for an answer of the broker.
 ANSWER_TIMEOUT: Final = 30.0
 
-#: The most seconds that a reader holds messages: less than the broker's ``consumer_timeout`` of 30
-#: minutes
+#: The maximum seconds for which a reader holds messages: less than the broker's
+#: ``consumer_timeout`` of 30 minutes
 #: (https://www.rabbitmq.com/docs/consumers#acknowledgement-timeout).
 MOST_SECONDS: Final = 1500.0
 
@@ -61,7 +61,7 @@ LOST: Final = (OSError, amqp.AMQPError)
 
 
 class Source:
-    """Takes messages from queues, on a connection with one channel; raises :data:`LOST`.
+    """Consumes messages from queues, on a connection with one channel; raises :data:`LOST`.
 
     The name of a message's queue is ``message.delivery_info["queue"]``; its body is bytes.
 
@@ -74,12 +74,13 @@ class Source:
         connection: The connection.
         channel: Its channel.
         frame_max: The largest frame, in bytes.
-        received: Messages that have arrived and were not taken yet.
+        received: Messages that have arrived and were not returned by :meth:`take` yet.
         to_acknowledge: The delivery tags for the next :meth:`acknowledge`.
     """
 
     def __init__(self, like: Connection, timeout: float, priority: int = 0) -> None:
-        # Without heartbeats: the pauses between two reads may be longer than they allow.
+        # Heartbeats are off, because the pauses between two reads may be longer than heartbeats
+        # allow.
         self.connection = like.clone(heartbeat=0)
         self._timeout = timeout
         self._arguments = {"x-priority": priority}
@@ -154,7 +155,7 @@ class Source:
 
         Args:
             queue: Its name.
-            limit: The most messages to read.
+            limit: The maximum number of messages to read.
 
         Raises:
             amqp.exceptions.NotFound: The queue does not exist.

@@ -31,9 +31,9 @@ class Status(NamedTuple):
         taken_at: When the snapshot was taken, in seconds of :func:`time.monotonic`.
         backlog: The number of messages in every queue.
         workers: The workers' answers, by their names.
-        due_within_ms: The most milliseconds until the next message comes due, computed from the
-            depths of the queues; None if nothing waits. The message may come due much earlier: a
-            queue does not show how long its first message has waited.
+        due_within_ms: The upper bound of the milliseconds until the next message comes due,
+            computed from the depths of the queues; None if nothing waits. The message may come due
+            much earlier: a queue does not show how long its first message has waited.
         is_blocked: Whether the broker blocks publishers; then the workers are not asked.
     """
 
@@ -66,7 +66,7 @@ def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0)
 
 
 def due_within(topology: Topology, backlog: Backlog) -> int | None:
-    """Return the most milliseconds until the next message comes due; None if nothing waits.
+    """Return an upper bound of the milliseconds until the next message comes due, or None.
 
     A message in a digit's queue waits at most for that digit, and then for the largest digits of
     all lower levels.
@@ -75,10 +75,11 @@ def due_within(topology: Topology, backlog: Backlog) -> int | None:
 
 
 def due_at_least(topology: Topology, backlog: Backlog, within_ms: int) -> int:
-    """Return the least number of messages that come due within a time in milliseconds.
+    """Return the minimum number of messages that come due within a time in milliseconds.
 
-    Counts the messages whose longest possible remaining delay is within that time. The messages of
-    other queues may come due in this time, too: a queue does not show how long they have waited.
+    Counts the messages whose longest possible remaining delay is within that time. Messages of
+    other queues may also come due in this time: a queue does not show how long its messages have
+    waited.
     """
     return sum(messages for bound, messages in _bounds(topology, backlog) if bound <= within_ms)
 
@@ -97,7 +98,7 @@ def _bounds(topology: Topology, backlog: Backlog) -> Iterator[tuple[int, int]]:
 
 
 def rates_between(before: Status, after: Status) -> dict[str, float]:
-    """Return the growth per second of every level and module queue between two snapshots.
+    """Return the growth per second of every level and module queue, from two snapshots.
 
     The key :data:`.ARRIVALS` has the delayed tasks that workers received per second; workers that
     did not answer both times are left out.

@@ -33,8 +33,8 @@ from celery_rabbitdelay.operations.redriving import Redriving, redriving_for
 from celery_rabbitdelay.operations.source import ANSWER_TIMEOUT, READERS_PRIORITY, Source, ready_in
 from celery_rabbitdelay.publishing.message import Content, body_of, headers_of
 
-#: The most messages that are read by default. The broker needs some 200 bytes per message until it
-#: is requeued (measured on 3.10.8, 4.0.5 and 4.3.6).
+#: The default maximum of messages to read. The broker needs some 200 bytes per message until it is
+#: requeued (measured on 3.10.8, 4.0.5 and 4.3.6).
 LIMIT: Final = 1_000_000
 
 
@@ -67,8 +67,8 @@ def undeliverable_messages(
 
     Args:
         connection: A connection to the broker; another one like it is opened.
-        topology: The topology whose messages are read.
-        limit: The most messages that are read.
+        topology: The topology of the messages.
+        limit: The maximum number of messages to read.
 
     Raises:
         ReadTooLong: Reading took so long that the broker may have requeued messages.
@@ -163,8 +163,8 @@ class UndeliverableFilter:
         queues: Names of queues, with the same wildcards.
         ids: Ids of tasks, or of messages (``message_id``, ``correlation_id``).
         reasons: Parts of reasons; with ``*`` or ``?``, a pattern for the whole reason.
-        older_than: The shortest time that a message has been undeliverable. If its headers lack
-            that time, the message is not chosen.
+        older_than: The shortest time that a message has been undeliverable. A message whose headers
+            lack that time is not chosen.
         newer_than: The longest time that a message has been undeliverable.
     """
 
@@ -232,7 +232,7 @@ class UndeliverableSummary:
     """Counts messages by their reasons.
 
     Attributes:
-        count: How many messages there are.
+        count: The number of all messages.
     """
 
     def __init__(self) -> None:
@@ -275,9 +275,9 @@ def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
 def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
     """Return a whole message in values of JSON.
 
-    ``headers`` and ``properties`` are for people: bytes and instants are texts there. A program can
-    restore the message from its body and ``amqp_properties``: all properties, including headers, as
-    AMQP 0-9-1 encodes them (2.3.5.2 and 4.2.6.1), in base64.
+    ``headers`` and ``properties`` are in readable form: bytes and instants are texts there. A
+    program can restore the message from its body and ``amqp_properties``: all properties, including
+    headers, as AMQP 0-9-1 encodes them (2.3.5.2 and 4.2.6.1), in base64.
 
     Args:
         number: The message's place in the queue, from 1.
@@ -308,7 +308,7 @@ def shown_body(body: bytes, most: int) -> dict[str, object]:
 
     Args:
         body: The body.
-        most: The most bytes to return.
+        most: The maximum number of bytes to return.
     """
     is_cut_off = len(body) > most
     return {"size": len(body), "is_cut_off": is_cut_off, **_text_or_base64(body[:most], is_cut_off)}
@@ -331,8 +331,8 @@ class RemovalReport(Moved):
         present: The number of messages at the start.
         examined: The number of messages that were read.
         matched: How many of the read messages were chosen; ``left`` has those that stay.
-        stopped: The reason for ending before the last message; None at a regular end. A text that
-            is set meanwhile ends the removal before the next message.
+        stopped: The reason for ending before the last message; None at a regular end. If another
+            thread sets a text, the removal ends before the next message.
     """
 
     present: int = 0
@@ -342,7 +342,7 @@ class RemovalReport(Moved):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all chosen messages have left the queue, or would have left it."""
+        """Whether all chosen messages have left the queue (in a dry run: would have left it)."""
         return self.stopped is None and not self.left
 
 
@@ -364,9 +364,9 @@ def redrive(
     at once is not redriven twice. Messages that another consumer holds are left out.
 
     Args:
-        place: The topology whose messages are redriven; other connections to its broker are opened
-            to read and to publish.
-        redriving: Converts each message; None to delete it.
+        place: The topology of the messages; separate connections to its broker are opened to read
+            and to publish.
+        redriving: Converts each message; None to delete the messages.
         matches: Returns whether a message is chosen.
         report: The report to fill; None for a new one.
         **options: Options of :class:`.Mover`: ``timeout``, ``limit``, ``rate`` (an envelope counts
@@ -427,7 +427,7 @@ def redrive_application(
         connection: The broker that tasks are sent to.
         matches: Returns whether a message is chosen.
         redriving: Arguments of :func:`.redriving_for`.
-        dry_run: Whether to count the messages, and move none.
+        dry_run: Whether to count the messages without moving them.
         **options: ``limit``, ``rate`` and ``report`` of :func:`redrive`.
 
     Raises:

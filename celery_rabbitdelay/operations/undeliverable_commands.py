@@ -48,7 +48,7 @@ def _tell_removal(report: read.RemovalReport, done: str, dry_run: bool) -> None:
     Args:
         report: The report.
         done: The action, as a participle: "deleted" or "redriven".
-        dry_run: Whether the action was left out.
+        dry_run: Whether the action was only simulated.
     """
     would = "would be " if dry_run else ""
     line = (
@@ -67,7 +67,7 @@ def _tell_removal(report: read.RemovalReport, done: str, dry_run: bool) -> None:
 
 
 def _printable(text: str) -> str:
-    """Escape control characters and line feeds in a text that a stranger may have written."""
+    """Escape control characters and line feeds in an untrusted text."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
@@ -144,7 +144,7 @@ def export(wanted: read.UndeliverableFilter) -> None:
 def purge(wanted: read.UndeliverableFilter, limit: int | None, dry_run: bool, yes: bool) -> None:
     """Delete the messages that match the options; without options, all messages."""
     if shared.as_json() and not (yes or dry_run):
-        raise click.UsageError("--json does not ask: give --yes or --dry-run")
+        raise click.UsageError("--json cannot ask for confirmation: give --yes or --dry-run")
     with shared.broker() as connection:
         place = Place(connection, shared.delays().topology)
         remove = partial(read.redrive, place, None, wanted.matches)

@@ -45,8 +45,8 @@ _TABLES: Final = tomllib.loads(
 FAULTS: Final = _TABLES["faults"]
 
 #: ``danger``: tasks are lost, early, late by minutes, run twice, or cannot be sent. ``warning``:
-#: that happens if something else fails, or something is slower than necessary. ``note``: good to
-#: know; no harm until something changes.
+#: one of these happens if something else fails, or something is slower than necessary. ``note``:
+#: harmless until something changes.
 Severity: TypeAlias = Literal["danger", "warning", "note"]
 
 
@@ -114,11 +114,12 @@ def verify_application(
     Args:
         delays: The application's delays.
         connection: The broker that tasks are sent to.
-        management: The URL of the management API; None: the API at the broker's host.
+        management: The URL of the management API; None for the API at the broker's host.
 
     Raises:
         InvalidManagementURL: The URL is invalid.
-        ManagementUnavailable: The management API does not answer, or the user may not read all.
+        ManagementUnavailable: The management API does not answer, or the user's permissions do not
+            suffice.
         OSError: The broker cannot be reached, or does not answer.
     """
     if management is None:
@@ -152,10 +153,11 @@ def verify_broker(
         queues: The application's task queues, with their arguments.
         management: The management API of that broker.
         is_blocked: Whether the broker blocks publishers.
-        others: Further faults for the same result.
+        others: Other faults to include in the result.
 
     Raises:
-        ManagementUnavailable: The management API does not answer, or the user may not read all.
+        ManagementUnavailable: The management API does not answer, or the user's permissions do not
+            suffice.
         OSError: The broker cannot be reached, or does not answer.
     """
     connect(connection)

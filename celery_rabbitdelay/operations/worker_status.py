@@ -33,7 +33,7 @@ LATEST_STEPS: Final = 10
 #: The upper bounds of the histogram of lateness, in seconds; one more bucket counts later tasks.
 BOUNDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 
-#: Maximum task names with a histogram in a step; further tasks count as :data:`OTHER`.
+#: Maximum task names with a histogram in a step; all other tasks count as :data:`OTHER`.
 MOST_TASKS: Final = 200
 OTHER: Final = "(other)"
 

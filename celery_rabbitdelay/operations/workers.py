@@ -31,7 +31,8 @@ def status_of_workers(
         app: The application.
         connection: An open connection to its broker.
         timeout: Seconds to wait for the answers.
-        about: Whether to ask also for versions and settings; earlier versions do not answer that.
+        about: Whether to ask for versions and settings too; workers of earlier versions do not
+            answer that question.
 
     Returns:
         The answers by the workers' names. An answer has the counts of each module by its name, the

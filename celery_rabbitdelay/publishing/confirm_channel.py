@@ -66,11 +66,11 @@ class Unconfirmed(dict[int, Publication]):
     def returned(
         self, reply: AMQPError, exchange: str, routing_key: str, message: amqp.Message
     ) -> None:
-        """Note that no queue takes a message; the broker acks the message next.
+        """Record that a message was returned; the broker acks the message next.
 
-        ``basic.return`` has no delivery tag, so the publication is found by its content; which of
-        several equal publications does not matter. If the broker has changed the type of a header,
-        the first publication with the same address is chosen.
+        ``basic.return`` has no delivery tag, so the publication is found by its content; among
+        equal publications, any one will do. If the broker has changed the type of a header, the
+        first publication with the same address is chosen.
         """
         candidates = [
             each
@@ -87,8 +87,8 @@ class Unconfirmed(dict[int, Publication]):
 class ConfirmChannel:
     """A channel in confirm mode.
 
-    Messages are written in batches. After any exception, the broker's delivery tags may differ from
-    ours: do not use the channel again.
+    Messages are written in batches. Do not use the channel after any exception, because the
+    broker's delivery tags may then differ from those counted here.
 
     Args:
         connection: The connection of the channel; opened if needed.
@@ -96,7 +96,7 @@ class ConfirmChannel:
 
     Attributes:
         wire: The connection's socket.
-        blocked: Why the broker blocks the connection; None if it does not.
+        blocked: Why the broker blocks the connection; None if it is not blocked.
         unconfirmed: The publications that are not settled.
     """
 
@@ -104,7 +104,7 @@ class ConfirmChannel:
         self.wire: Wire = Wire(connection)
         self.blocked: str | None = None
         self.unconfirmed: Unconfirmed = Unconfirmed(on_settled)
-        #: The number of publications sent, which is the last one's delivery tag.
+        #: The number of publications sent, which is the delivery tag of the last publication.
         self._sent = 0
         self._collected: list[bytes] = []
         self._collected_bytes = 0
@@ -125,7 +125,7 @@ class ConfirmChannel:
 
     @property
     def unanswered(self) -> list[Publication]:
-        """The unanswered publications of which a byte may have been written."""
+        """The unanswered publications that were written at least in part."""
         written = self._sent - len(self._collected)
         # A returned publication already has an error; only its ack is missing.
         return [each for tag, each in self.unconfirmed.items() if tag <= written and not each.error]
@@ -170,7 +170,7 @@ class ConfirmChannel:
 
         Args:
             until: Called after every frame.
-            deadline: When to stop, on the clock of :func:`time.monotonic`.
+            deadline: When to stop, by :func:`time.monotonic`.
 
         Returns:
             False if the deadline passed.
@@ -198,7 +198,7 @@ class ConfirmChannel:
             self.read(NO_WAIT, sys.maxsize)
 
     def read(self, timeout: float, max_frames: int = 1) -> None:
-        """Read one frame of any channel, then further frames that have arrived.
+        """Read one frame of any channel, then all other frames that have arrived.
 
         Args:
             timeout: Seconds to wait for the first frame.

@@ -30,9 +30,9 @@ from celery_rabbitdelay.publishing import kombu_internals
 from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.publishing.refusals import conflict_explained
 
-#: Every 20th method waits for a reply; the others use ``nowait``. The interval is short because the
-#: broker takes some 15 ms to declare a quorum queue, and every reply has to arrive within the
-#: caller's timeout.
+#: Every 20th method waits for a reply; the other methods use ``nowait``. The interval is short
+#: because the broker takes some 15 ms to declare a quorum queue, and every reply has to arrive
+#: within the caller's timeout.
 METHODS_PER_ANSWER: Final = 20
 
 
@@ -49,7 +49,8 @@ def declare(connection: Connection, topology: Topology) -> None:
 
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
-        amqp.exceptions.AccessRefused: The user lacks a permission; the message names the object.
+        amqp.exceptions.AccessRefused: The user lacks a permission; the error names the exchange or
+        queue.
     """
     forget(connection)
     with conflict_explained(topology), opened_channel(connection) as channel:
@@ -87,7 +88,7 @@ def check_complete(
     """Check that a topology is complete; checked once per connection.
 
     Operators may declare a topology without guard and marker, so these may be missing. Bindings
-    cannot be checked: AMQP has no method for it. An entity that the user has no permission to check
+    cannot be checked: AMQP has no method for it. An exchange or queue that the user may not check
     counts as existing; see :mod:`~celery_rabbitdelay.publishing.refusals`.
 
     Args:
@@ -95,12 +96,12 @@ def check_complete(
         topology: The topology.
         destination: The message's queue, which has to exist too.
         by_marker: Whether the check ends at the marker, if the marker exists or the user may not
-            check it, and the highest level's exchange exists. This is enough for a producer. If a
-            queue of the levels is missing, the alternate exchange puts the message into
-            ``undeliverable``. If the exchange of the message's first digit is missing, publishing
-            fails. If the exchange of a later digit is missing, the message is confirmed; a quorum
-            queue keeps it until the exchange exists again, but a classic queue drops it: with
-            classic queues, all exchanges are checked.
+            check it, and the highest level's exchange exists. For a producer, this partial check
+            suffices. If a queue of the levels is missing, the alternate exchange puts the message
+            into ``undeliverable``. If the exchange of the message's first digit is missing,
+            publishing fails. If the exchange of a later digit is missing, the message is confirmed;
+            a quorum queue keeps it until the exchange exists again, but a classic queue drops it:
+            with classic queues, all exchanges are checked.
 
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.
@@ -111,7 +112,7 @@ def check_complete(
             raise TopologyIncomplete(topology.prefix, absent)
         known.add(_key(topology))
     if destination is not None and _key(topology, destination) not in known:
-        # The exclusive queue of another connection exists; or the user may not check the queue.
+        # Either the queue is exclusive to another connection, or the user may not check the queue.
         with suppress(ResourceLocked, AccessRefused):
             if queue_counts(connection, [destination])[destination.name] is None:
                 raise TopologyIncomplete(topology.prefix, (destination.name,))
@@ -134,7 +135,7 @@ def _absent(connection: Connection, topology: Topology, by_marker: bool) -> tupl
                 if not exists_or_hidden(channel, marker):
                     raise
                 absent = []
-    # Without ``paused``, paused tasks wait in the levels.
+    # The queue ``paused`` may be missing: paused tasks then wait in the levels.
     optional = topology.identity.guard.name, marker, topology.module_queues.paused.name
     return tuple(name for name in absent if name not in optional)
 
@@ -158,9 +159,9 @@ def is_declared(connection: Connection, topology: Topology) -> bool:
 def is_complete(connection: Connection, topology: Topology) -> bool:
     """Return whether every exchange and queue of a topology exists, marker and guard included.
 
-    :func:`missing` gets counts from every queue's leader, and some leaders may be away after the
-    crash of a node. With ``nowait``, the broker only checks that the queue exists, so only one
-    queue in :data:`METHODS_PER_ANSWER` needs its leader. AMQP has no method to check bindings.
+    :func:`missing` asks the leader of every queue, and some leaders may be away after the crash of
+    a node. With ``nowait``, the broker only checks that the queue exists, so only one queue in
+    :data:`METHODS_PER_ANSWER` needs its leader. AMQP has no method to check bindings.
     """
     with opened_channel(connection) as channel:
         try:
@@ -208,11 +209,10 @@ def delete(connection: Connection, topology: Topology, *, force: bool = False) -
     """Delete a topology from the broker; missing exchanges and queues are ignored.
 
     Stop the producers first: messages published between the check for waiting messages and the end
-    of the deletion are lost. AMQP counts only ready messages, not unacknowledged ones, so no
-    queue may have a consumer; RabbitMQ cannot check this itself, because quorum queues do not
-    support ``if-unused``. Nor does AMQP count the messages of the broker's dead-letter workers,
-    which hold a message while the next queue is full or its leader is away; these messages are
-    deleted too.
+    of the deletion are lost. AMQP counts only ready messages, not unacknowledged ones, so queues
+    with consumers are refused; RabbitMQ itself cannot refuse them, because quorum queues do not
+    support ``if-unused``. Messages that the broker's dead-letter workers hold, while the next queue
+    is full or its leader is away, are not counted either, and are deleted too.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
@@ -267,7 +267,7 @@ class Backlog(NamedTuple):
     """The messages that wait in a topology.
 
     Attributes:
-        levels: The messages per level, by the level's name without prefix. A message on its way
+        levels: The messages per level, by the level's name without prefix. A message that is moving
             from one level to the next is not counted.
         digits: The messages per digit of all shards, by the level's name and the digit; 0 for a
             queue that does not exist.
@@ -316,7 +316,7 @@ def module_queues(topology: Topology) -> dict[str, Queue]:
 
 
 def unserved_modules(others: Mapping[str, Counts | None]) -> dict[str, int]:
-    """Return the modules that no worker serves although messages wait for them, and how many.
+    """Return the modules with waiting messages that no worker serves, and the numbers of messages.
 
     Args:
         others: The counts of the module queues, as in :attr:`Backlog.others`.
@@ -355,8 +355,8 @@ def bind_destination(connection: Connection, topology: Topology, queue_name: str
 def declare_destination(connection: Connection, topology: Topology, queue: Queue) -> None:
     """Declare a topology and a queue, and bind the queue; done once per connection.
 
-    An exclusive queue is not declared, because it would then belong to this connection. It is
-    bound if it already belongs to this connection; otherwise its consumer has to bind it.
+    An exclusive queue is not declared, because it would then belong to this connection. The queue
+    is bound if it already belongs to this connection; otherwise its consumer has to bind it.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
@@ -430,10 +430,10 @@ def opened_channel(connection: Connection) -> Iterator[Channel]:
 def _pipeline(*methods: Callable[..., object]) -> None:
     """Call methods of one channel; the broker answers every 20th, and the last.
 
-    The broker executes the methods of a channel in order. When it refuses one, it closes the
-    channel and ignores the following methods, so the error raised at the next answer is that of the
-    refused method. Neither side can block the other: a method with ``nowait`` has no answer, so the
-    broker's socket never fills up while this side is writing.
+    The broker executes the methods of a channel in order. If the broker refuses a method, it closes
+    the channel and ignores the following methods, so the error at the next answer belongs to the
+    refused method. This side and the broker cannot block each other: a method with ``nowait`` has
+    no answer, so the broker's socket does not fill up while this side is writing.
     """
     for number, method in enumerate(methods, start=1):
         waits = number % METHODS_PER_ANSWER == 0 or number == len(methods)

@@ -38,8 +38,8 @@ def resolve(
 ) -> Destination:
     """Return the destination, with its queue if exactly one known queue matches.
 
-    Otherwise ``queue`` is None. Fanout and headers exchanges may have unknown queues, so for these
-    only a retry's original queue is used.
+    Otherwise ``queue`` is None. Fanout and headers exchanges may have unknown queues: for these,
+    only the original queue of a retry is known.
 
     Args:
         exchange: The exchange's name; empty for the default exchange, whose routing key is the
@@ -83,8 +83,8 @@ def may_refuse(
     A classic queue of a cluster refuses messages while its node is away. AMQP does not report the
     number of nodes: a broker counts as a cluster if the connection's URL lists several hosts.
 
-    If a queue refuses a message straight from the levels, the message occupies one of the 32 places
-    of a level's dead-letter worker, and RabbitMQ retries it only after minutes
+    If a queue refuses a message straight from the levels, the message occupies one of 32 slots in a
+    level's dead-letter worker, and RabbitMQ retries only after minutes
     (https://www.rabbitmq.com/docs/quorum-queues#dead-lettering).
 
     Args:
@@ -104,7 +104,7 @@ def may_refuse(
 
 
 def bindings_of(queue: Queue) -> Iterator[tuple[Exchange, str]]:
-    """Yield the exchanges that a queue is bound to, with their routing keys."""
+    """Yield the exchanges that a queue is bound to, with the binding keys."""
     if queue.exchange:
         yield queue.exchange, queue.routing_key
     for binding in queue.bindings:

@@ -92,7 +92,7 @@ def _ask_in_batches(
 ) -> list[tuple[Any, ...] | None]:
     """Declare passively; return the arguments of each answer, None for NOT_FOUND.
 
-    For a missing object, the broker closes the channel and ignores the declarations behind it.
+    If an object is missing, the broker closes the channel and ignores the following declarations.
     py-amqp reopens the channel before it raises the error, and the ignored declarations are sent
     again: first one, then ever larger batches, because further objects are probably missing.
     """
@@ -126,7 +126,7 @@ def serialized(
     """Serialize and compress a body as :meth:`kombu.Producer.publish` does.
 
     Args:
-        producer: The producer, whose serializer is the default.
+        producer: The producer; its serializer is the default.
         body: The body.
         headers: The message's headers; compression adds one.
         **how: Options of kombu: serializer and compression, or the content type and the content
@@ -143,7 +143,7 @@ def serialized(
 
 
 def decompressed_size(body: bytes, name: str, most: int) -> int:
-    """Return the decompressed size of a body, counted no further than ``most + 1``.
+    """Return the decompressed size of a body; counting stops at ``most + 1``.
 
     0 for a compression that the application has registered itself. The body is not trusted: an
     unknown compression or an invalid body raises errors of many kinds.
@@ -191,7 +191,7 @@ def declared_entities(connection: Connection) -> set[object]:
 
 
 def declared_arguments(queue: Queue) -> dict[str, object]:
-    """Return the arguments of a queue's declaration, also those from the queue's attributes."""
+    """Return the arguments of a queue's declaration, including those from its attributes."""
     names = ("expires", "message_ttl", "max_length", "max_length_bytes", "max_priority")
     attributes = {name: getattr(queue, name) for name in names}
     return dict(to_rabbitmq_queue_arguments(queue.queue_arguments or {}, **attributes))
@@ -232,8 +232,8 @@ def connect(connection: Connection, deadline: float | None = None) -> None:
 def open_connection(connection: Connection) -> None:
     """Connect to the current broker of a connection in one attempt; clear the socket's timeout.
 
-    Over TLS, py-amqp leaves the timeout for connecting on the socket: every later answer of a busy
-    broker would have to arrive within it.
+    Over TLS, py-amqp leaves the timeout for connecting on the socket, so it would also apply to
+    every later answer of a busy broker.
 
     Args:
         connection: The connection, which is not open.
@@ -288,8 +288,9 @@ def conversation(
 ) -> Iterator[None]:
     """Drop a connection at once if a block that uses it is interrupted.
 
-    A soft time limit, a signal or the end of a greenlet may strike between a request and its
-    answer. The next request would get that answer, and a regular close would wait for it.
+    A soft time limit, a signal or the end of a greenlet may interrupt the block between a request
+    and its answer. The next request would then receive that answer, and a regular close would wait
+    for it.
 
     Args:
         connection: The connection.

@@ -100,10 +100,10 @@ class WaitingMessage(NamedTuple):
 
 
 def body_of(message: amqp.Message) -> bytes:
-    """Return a message's body as the bytes that are sent, or were received; never raises.
+    """Return a message's body as the bytes that are sent or were received; never raises.
 
-    py-amqp encodes a text, and decodes a received body, by ``content_encoding``, which is not
-    trusted: an empty body is a text under any name, and not all encodings can be reversed.
+    py-amqp encodes a text, and decodes a received body, by The ``content_encoding``, which is not
+    trusted: an empty body is a text whatever the encoding, and not every encoding can be reversed.
     """
     body: str | bytes = message.body
     if isinstance(body, bytes):
@@ -262,7 +262,7 @@ class SharedProperties:
         """Encode the properties of one message.
 
         Args:
-            headers: The headers that only this message has.
+            headers: The message's own headers.
             correlation_id: The message's correlation id; None if the messages have none.
 
         Raises:
@@ -291,21 +291,21 @@ class Publication:
         address: Returns the exchange and the routing key. Called for each attempt, because the key
             of a delayed message depends on the remaining time.
         context: The caller's context, for example row numbers.
-        declare: Declares the destination's queue before each attempt, if the messages of a loop
-            have different destinations.
+        declare: Declares the destination's queue before each attempt; used if the messages of a
+            loop have different destinations.
 
     Attributes:
         exchange: The exchange of the last attempt.
         routing_key: The routing key of the last attempt.
         error: Why the broker has not confirmed the message; None if it has.
         resent: The number of resends.
-        deadline: When to give up, on the clock of :func:`time.monotonic`. The publish loop sets it
-            for all attempts together, a module for a single attempt.
+        deadline: When to give up, by :func:`time.monotonic`. The publish loop sets it for all
+            attempts together, a module for a single attempt.
         single_attempt: Whether the message is not sent again after a nack or a timeout, because its
             source then publishes a replacement. Other messages are not affected.
-        redeclared: Whether the topology was declared again because no queue took the message.
-        unanswered: Whether an attempt was written and got no answer before the connection was lost
-            or time was up.
+        redeclared: Whether the topology was declared again because the message was returned.
+        unanswered: Whether an attempt was written but not answered before the connection was lost
+            or the timeout.
         suspected: Whether the message was in flight when the broker closed the channel for another
             message: the broker may have accepted the messages before that one.
     """

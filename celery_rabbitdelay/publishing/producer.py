@@ -56,22 +56,22 @@ class DelayedProducer(Producer):
     Args:
         publisher: Publishes the messages; :meth:`publish`, without a delay, uses its connection.
         topology: The levels.
-        timeout: Seconds until an unconfirmed message is an error, including connecting, declaring
-            and resends.
+        timeout: The timeout of a message in seconds, including connecting, declaring and resends.
         may_declare: Whether a missing topology is declared; otherwise it is an error.
         modules: The names of the modules that workers serve; see ``rabbitdelay_modules``. A kombu
-            program has none of its own.
+            program does not serve modules itself.
         may_refuse: Patterns for names of queues that may refuse a message, with ``*`` and ``?``. If
-            distribution is served, it publishes the messages for these queues, for bounded queues
-            with ``reject-publish``, and, if the connection lists several hosts, for classic queues.
+            workers serve distribution, it publishes the messages for these queues, for bounded
+            queues with ``reject-publish``, and, if the connection lists several hosts, for classic
+            queues.
         max_message_bytes: The largest body, in bytes and before compression, of a message that is
             compressed or passes through a module; None: no limit. Workers refuse a larger message;
             see ``rabbitdelay_max_message_bytes``.
         serializer: The name of kombu's default serializer.
-        signing_keys: The keys that sign every message; None: messages are not signed.
+        signing_keys: The keys that sign every message; None to leave messages unsigned.
 
     Attributes:
-        added_headers: Further headers of every message: those of :data:`.REGISTRY`, and others.
+        added_headers: Other headers of every message, such as those of :data:`.REGISTRY`.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class DelayedProducer(Producer):
             declare: Other exchanges and queues to declare first.
             resends: Maximum resends after a nack or a lost connection. None: no limit but the
                 timeout.
-            backoff: Seconds before the first resend, step and maximum; each pause is shortened at
-                random, by up to a quarter.
+            backoff: The seconds before the first resend, the increment, and the maximum; each pause
+                is shortened at random, by up to a quarter.
             **options: ``headers`` (broker headers, ``rabbitdelay-*``, ``CC`` and ``BCC`` are
                 removed); kombu's ``serializer`` and ``compression``; ``content_type`` and
                 ``content_encoding`` of a serialized body; AMQP's message properties.
@@ -133,8 +133,8 @@ class DelayedProducer(Producer):
             InvalidDelay: The delay is above 100 years.
             MessageTooLarge: The message is compressed or passes through a module, and is larger
                 than workers accept.
-            NeedsDistribution: ``modules`` lacks distribution, and either not exactly one known
-                queue matches, or the priority is above 4 and the levels are quorum queues.
+            NeedsDistribution: ``modules`` lacks distribution, and either no single known queue
+                matches, or the priority is above 4 and the levels are quorum queues.
             PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
             TopologyIncomplete: The topology is missing, and must not be declared.
         """
@@ -231,7 +231,7 @@ class DelayedProducer(Producer):
             message: The message; its headers name the exchange and the routing key that its
                 consumer sees.
             queue: The queue that gets the message; None if the exchange chooses the queues.
-            due: When the message is to leave the levels.
+            due: When the message leaves the levels.
 
         Raises:
             RabbitDelayError: As for :meth:`delayed_message`.

@@ -1,9 +1,10 @@
 """The publish loop, which keeps many messages in flight until each has its outcome.
 
-Its source is an iterator in a publisher, and a consumer in a module. The loop keeps the window
-full, resends nacked messages after a pause, declares the topology again for a returned message,
-gives up messages after their timeout, and finds the message that made the broker close the channel.
-It knows one channel at a time; after a lost connection, its owner opens the next channel.
+In a publisher, an iterator supplies the messages; in a module, a consumer does. The loop keeps the
+window full and resends nacked messages after a pause. For a returned message, it declares the
+topology again. It gives up messages after their timeout, and finds the message that made the broker
+close the channel. The loop uses one channel at a time; after a lost connection, its owner opens the
+next channel.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ BLOCKED: Final = (
     "rabbitmq-diagnostics alarms"
 )
 
-#: The reason for unconfirmed messages of which the broker has settled none.
+#: The reason for unconfirmed messages if the broker has not settled any message.
 NOT_IN_TIME: Final = "the broker did not confirm in time"
 
 #: Returns the next message; None if there is no message at present.
 NextPublication: TypeAlias = Callable[[], Publication | None]
 
-#: Default maximum of resends: no limit but the timeout.
+#: Default maximum of resends: no limit except the timeout.
 RESENDS: Final = None
 
-#: Default pauses before resends, in seconds: the first one, the step, and the maximum.
+#: Default pauses before resends, in seconds: the first pause, the increment, and the maximum.
 BACKOFF: Final = (0.0, 0.2, 1.0)
 
 #: The random part of a pause, so that producers that lost the same node do not reconnect at the
@@ -71,12 +72,12 @@ class PublishPolicy(NamedTuple):
     Attributes:
         timeout: Seconds for one message, from connecting through resends to the confirm.
         resends: Maximum resends of one message after a nack, and maximum consecutive lost
-            connections. None: no limit but the timeout.
-        backoff: Seconds before the first resend, the step, and the maximum.
+            connections. None for no limit except the timeout.
+        backoff: The seconds before the first resend, the increment, and the maximum.
         window: The maximum number of messages in flight.
-        reconnects: Maximum further attempts to connect after a failed one, which together take at
-            most the connection's ``connect_timeout``. None: no limit but ``resends`` and the
-            timeout.
+        reconnects: The maximum number of attempts to connect after a failed attempt; together they
+            take at most the connection's ``connect_timeout``. None for no limit except ``resends``
+            and the timeout.
     """
 
     timeout: float = 30.0
@@ -126,8 +127,8 @@ class PublishLoop:
             without a deadline gets one from the policy's timeout.
         policy: The timeout and the resends of each message.
         done: Called with each message that is confirmed or has an error.
-        redeclare: Declares the topology again if no queue takes a message, or an exchange does not
-            exist. The message is then sent once more. None: the message fails.
+        redeclare: Declares the topology again if a message is returned, or an exchange does not
+            exist. The message is then sent once more. None to let the message fail.
 
     Attributes:
         policy: The policy.
@@ -159,7 +160,7 @@ class PublishLoop:
         self._suspects_left = 0
         #: Whether the last call of the source returned no message.
         self._source_is_empty = False
-        #: Seconds that the source took for its last message; at first, as if it were slow.
+        #: Seconds that the source took for its last message; initially the value of a slow source.
         self._source_took = SLOW_SOURCE
         #: Time of the last progress, from which the timeout counts.
         self._progress = time.monotonic()
@@ -191,7 +192,7 @@ class PublishLoop:
         return bool(self._queued) and self._queued[0][0] <= time.monotonic()
 
     def add(self, publication: Publication) -> None:
-        """Queue a message that is not from the source, behind the messages ready to be sent."""
+        """Queue a message that is not from the source, after the messages ready to be sent."""
         publication.deadline = time.monotonic() + self.policy.timeout
         self._queue(publication, time.monotonic())
 
@@ -200,7 +201,7 @@ class PublishLoop:
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the last progress, if messages are in flight and not blocked; else 0."""
+        """Seconds since the last progress while unblocked messages are in flight, else 0."""
         channel = self.channel
         if not channel.unconfirmed or channel.blocked is not None:
             return 0.0
@@ -220,7 +221,8 @@ class PublishLoop:
         """
         self._queued.appendleft((0.0, publication))
         if self._suspects_left:
-            # The message is sent before the next suspect, and its outcome counts as a suspect's.
+            # The message is sent before the next suspected message, and its outcome counts like a
+            # suspect's.
             self._suspects_left += 1
 
     def send(self, timeout: float | None = None) -> bool:
@@ -232,8 +234,7 @@ class PublishLoop:
         Args:
             timeout: Maximum seconds for writing; None: until the oldest message's deadline.
 
-        Returns:
-            Whether it returned because of the time, so that more messages may be ready.
+        Returns: Whether time was up, so that more messages may be ready.
         """
         if self._must_redeclare:
             self._ensure_declared(self._redeclare, self.next_waiting, again=True)
@@ -343,7 +344,7 @@ class PublishLoop:
         return publication
 
     def excuse(self, seconds: float) -> None:
-        """Extend all deadlines by the seconds during which no answers could be read."""
+        """Extend all deadlines by the seconds in which no answers could be read."""
         self._progress += seconds
         in_flight = self._channel.unconfirmed.values() if self._channel else ()
         for publication in (*in_flight, *(publication for _, publication in self._queued)):
@@ -409,7 +410,8 @@ class PublishLoop:
         over = [each for each in channel.unconfirmed.values() if each.deadline <= now]
         if self.last_settled <= taken_at or not channel.unconfirmed:
             # The broker has settled nothing, perhaps because all messages were for one queue that
-            # does not answer. If the source publishes replacements, their outcome shows it.
+            # does not answer. If the source publishes replacements, their outcomes will show the
+            # cause.
             over = [each for each in over if each.single_attempt]
             if not over:
                 raise exceptions.ConfirmTimeout(*oldest.address(), NOT_IN_TIME)
@@ -473,7 +475,7 @@ class PublishLoop:
             publication.unanswered |= not closed_for_one
             publication.suspected |= closed_for_one and len(written) > 1
         for publication in in_flight:
-            # A returned message, if the connection was lost before its ack.
+            # A message may have been returned and not acked before the connection was lost.
             publication.error = None
         self._queued.extendleft((0.0, publication) for publication in reversed(in_flight))
         return len(in_flight)
@@ -522,7 +524,7 @@ class PublishLoop:
     def fail_all(self, error: exceptions.RabbitDelayError) -> None:
         """Finish all queued messages with an error or its copy.
 
-        The copy has the opposite ``may_have_arrived``, for the messages that need that value.
+        The copy has the opposite ``may_have_arrived``, for messages to which that value applies.
         """
         error.may_have_arrived |= any(each.may_have_arrived for _, each in self._queued)
         errors = {error.may_have_arrived: error}

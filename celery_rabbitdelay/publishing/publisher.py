@@ -50,7 +50,7 @@ class Publisher:
     """Publishes over one connection, and waits for the confirms. For one thread at a time.
 
     Args:
-        connection: A kombu connection to RabbitMQ by py-amqp; opened when first needed, and again
+        connection: A kombu connection to RabbitMQ over py-amqp; opened on first use, and again
             after a loss.
         is_alone: Whether the connection has no other reader, which makes reading faster.
     """
@@ -73,26 +73,26 @@ class Publisher:
         """Publish a message and return once the broker has confirmed it.
 
         After a lost connection, the message is sent again on a new one, and the broker may then
-        have it twice. After an error, regard the message as not sent; the error's
-        ``may_have_arrived`` is True if the broker may have it nevertheless.
+        have it twice. After an error, treat the message as not sent; the error's
+        ``may_have_arrived`` is True if the broker may have the message.
 
         Args:
             publication: The message; sent as mandatory.
             policy: The timeout and the resends.
             declare: Called once per connection, to declare missing exchanges, queues and bindings.
-            redeclare: Called once if no queue takes the message or its exchange does not exist; the
+            redeclare: Called once if the message is returned or its exchange does not exist; the
                 message is then sent once more.
 
         Raises:
             MessageNacked: The broker nacked the message and all its resends.
-            MessageRefused: The broker closed the channel: too large, invalid, or no write
-                permission.
+            MessageRefused: The broker closed the channel: the message is too large or invalid, or
+                the user lacks write permission.
             MessageReturned: No queue takes the message, or the exchange does not exist.
-            DeclarationRefused: The broker refused a declaration, and its retries if the reason may
-                pass.
+            DeclarationRefused: The broker refused a declaration, and its retries if the reason is
+                temporary.
             ConfirmTimeout: No confirm within the policy's ``timeout``.
             ConnectionBlocked: The broker blocked the connection until the ``timeout``.
-            ConnectionLost: The connection could not be opened or broke, also at every resend.
+            ConnectionLost: The connection could not be opened or broke, and so did all resends.
         """
         self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
         if publication.error is not None:
@@ -117,13 +117,14 @@ class Publisher:
             publications: The messages, taken only while the window has room.
             policy: The timeout and the resends of each message.
             declare: Called once per connection, to declare missing exchanges, queues and bindings.
-            redeclare: Called if no queue takes a message or an exchange does not exist; the
-                message is then sent once more.
+            redeclare: Called if a message is returned or an exchange does not exist; the message is
+                then sent once more.
             done: Called with each message that is confirmed, or has an error.
 
         Raises:
             RabbitDelayError: Nothing can be published any more, or the topology cannot be declared.
-                All taken messages without an outcome have this error; no others were taken.
+                All messages that were taken and have no outcome get this error; no other messages
+                were taken.
         """
         source = partial(next, iter(publications), None)
         Run(self, source, policy, declare=declare, redeclare=redeclare, done=done).go_on()
@@ -169,11 +170,12 @@ class Publisher:
             self.close_channel()
 
     def give_up(self, error: exceptions.RabbitDelayError) -> None:
-        """Give up the messages in flight, and prepare the connection for the next caller.
+        """Give up the messages in flight, and leave the connection fit for the next caller.
 
-        Late answers must not count for the next caller's messages, so the connection is dropped. An
-        own connection is kept while the broker blocks it: the broker does not notice that a blocked
-        connection was closed, so dropped connections would pile up there until the alarm is over.
+        Late answers must not count for the next caller's messages, so the connection is dropped.
+        The publisher's own connection is kept while the broker blocks it: the broker does not
+        notice that a blocked connection was closed, so dropped connections would pile up there
+        until the alarm is over.
         """
         if self._is_alone and self._channel and isinstance(error, exceptions.ConnectionBlocked):
             self._channel.give_up()
@@ -187,7 +189,8 @@ class Run(publish_loop.PublishLoop):
     Args:
         publisher: The publisher whose connection is used.
         source: Returns the next message, or None if there is no message at present.
-        policy: As for :meth:`Publisher.publish_all`, like ``declare``, ``redeclare`` and ``done``.
+        policy: The same as in :meth:`Publisher.publish_all`, and so are ``declare``, ``redeclare``
+            and ``done``.
     """
 
     def __init__(
@@ -223,7 +226,7 @@ class Run(publish_loop.PublishLoop):
             while self.has_more() and (not until_written or self.has_unwritten):
                 try:
                     if self._channel is None or not self._channel.open:
-                        # kombu may have connected anew meanwhile.
+                        # kombu may have reconnected in the meantime.
                         self.take_back()
                         self._open()
                     self._publish(until_written)
@@ -232,7 +235,7 @@ class Run(publish_loop.PublishLoop):
                 except exceptions.RabbitDelayError as error:
                     self._fail_all_and_raise(error)
                 except NotAllowed as refused:
-                    # No retry: the virtual host is missing or not accessible.
+                    # Do not retry: the virtual host is missing or not accessible.
                     self.take_back()
                     self._publisher.discard()
                     if self.has_more():
@@ -305,7 +308,7 @@ class Run(publish_loop.PublishLoop):
                 raise culprit.error.copy(culprit.may_have_arrived) from closed
 
     def _try_again(self, error: BaseException) -> None:
-        """Drop the connection, pause, and go on, perhaps with another node.
+        """Drop the connection, pause, and continue, perhaps with another node.
 
         Args:
             error: The error of this attempt.
@@ -349,10 +352,11 @@ class Pipeline:
     """Writes every message at once, and reads its confirm later. For one thread at a time.
 
     Attributes:
-        publisher: The publisher, without other use while messages are in flight.
-        redeclare: As for :meth:`.Publisher.publish_all`, without the messages' destinations.
-        done: Called with each message that is confirmed, or has an error; must neither raise nor
-            publish.
+        publisher: The publisher; nothing else may use it while messages are in flight.
+        redeclare: The same as in :meth:`.Publisher.publish_all`, without the messages'
+            destinations.
+        done: Called with each message that is confirmed or has an error. The function must not
+            raise errors or publish.
     """
 
     publisher: Publisher
@@ -418,7 +422,7 @@ class Pipeline:
             for publication in list(self._open):
                 reason = f"interrupted before the broker confirmed the message: {interrupt!r}"
                 publication.error = exceptions.PublishError(*publication.address(), reason)
-                # Also if perhaps no byte of the message was written.
+                # This holds even if no byte of the message was written.
                 publication.error.may_have_arrived = bool(publication.routing_key)
                 self._finish(publication)
             raise
@@ -434,9 +438,9 @@ class PublisherPool:
     """Lends publishers to threads, and keeps their connections open.
 
     Args:
-        connection: The template; every publisher uses a clone of it, opened when needed.
-        limit: Maximum publishers; a thread waits until one is free. None: every use opens a new
-            connection.
+        connection: The template: every publisher opens a clone of it on first use.
+        limit: The maximum number of publishers; a thread waits until a publisher is free. None:
+            every use opens a new connection.
 
     Attributes:
         connection: The template.
@@ -451,8 +455,8 @@ class PublisherPool:
     def _begin(self) -> None:
         """Fill the pool with publishers that are not connected.
 
-        In a forked process, the parent's publishers are dropped and not closed: to close them would
-        end the parent's connections.
+        In a forked process, the parent's publishers are dropped without closing them, because that
+        would end the parent's connections.
         """
         clones = [self.connection.clone() for _ in range(self._limit or 0)]
         self._publishers = [Publisher(each, is_alone=True) for each in clones]
@@ -465,7 +469,7 @@ class PublisherPool:
         """Borrow a publisher for the length of a ``with`` block.
 
         Args:
-            timeout: Seconds to wait for a free publisher; None: no limit.
+            timeout: Seconds to wait for a free publisher; None for no limit.
 
         Raises:
             NoPublisherFree: All publishers were in use for that long.
@@ -482,11 +486,11 @@ class PublisherPool:
         try:
             yield publisher
         finally:
-            # Into the former queue: a fork or close() may have filled a new one meanwhile.
+            # Return the publisher to its own queue: a fork or close() may have made a new queue.
             free.put(publisher)
 
     def close(self) -> None:
-        """Close the connections of the pool, which can be used again."""
+        """Close the connections of the pool; the pool can be used again."""
         publishers = self._publishers
         self._begin()
         for publisher in publishers:

@@ -1,4 +1,4 @@
-"""Why RabbitMQ refuses a method: other arguments, a missing permission, or a limit.
+"""Why RabbitMQ refuses a method: different arguments, a missing permission, or a limit.
 
 RabbitMQ checks a permission for every resource that a method touches
 (https://www.rabbitmq.com/docs/access-control#authorisation). See :data:`.PASSIVE_PERMISSION`.
@@ -47,7 +47,7 @@ _NEEDED: Final[Mapping[tuple[tuple[int, int], str], str]] = {
 
 
 def missing_permission(refused: BaseException) -> exceptions.MissingPermission | None:
-    """Return the missing permission for which the broker has refused a method.
+    """Return the permission whose absence made the broker refuse a method.
 
     Returns:
         None if the broker has refused the method for another reason, or if its reply, of at most
@@ -94,7 +94,7 @@ def error_of(
     kind: Callable[[str, str, str], exceptions.PublishError],
     not_permitted: Callable[[exceptions.MissingPermission, str, str, str], exceptions.PublishError],
 ) -> exceptions.PublishError:
-    """Return the error of a message for which the broker has refused a method.
+    """Return the error of a message after the broker refused a method for it.
 
     Args:
         refused: The broker's error.
@@ -127,7 +127,7 @@ INEQUIVALENT: Final = "inequivalent arg"
 
 @contextmanager
 def conflict_explained(topology: Topology) -> Iterator[None]:
-    """Raise :class:`.LayoutConflict` if an exchange or queue exists with other arguments."""
+    """Raise :class:`.LayoutConflict` if an exchange or queue exists with different arguments."""
     try:
         yield
     except PreconditionFailed as conflict:

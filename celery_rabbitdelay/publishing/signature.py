@@ -3,9 +3,9 @@
 The signature is an HMAC with SHA-256 (RFC 2104) over the parts of a message that distribution and
 workers trust: :attr:`.DelayHeaders.signed`; the two ids in :data:`SIGNED_PROPERTIES`; the headers
 that the registry uses, if the task has any; and the body of an envelope, because the messages in it
-may name destinations of their own. It does not cover the body and the user's headers of a single
-task. The signed parts do not change in the levels, so the signature still verifies after years, and
-after the message was moved to other levels.
+may name other destinations. The signature does not cover the body and the user's headers of a
+single task. The signed parts do not change in the levels, so the signature still verifies after
+years, and after the message was moved to other levels.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _ASKED_WITH: Final = (*sorted(REGISTRY), "id", "retries", "replaced_task_nesting
 
 
 class SigningKeys:
-    """One or more keys: the first one signs, and a signature by any of them is valid.
+    """One or more keys: the first key signs, and a signature by any of the keys is valid.
 
     Args:
         keys: A key, or several. A text counts as its UTF-8 bytes.
 
     Raises:
-        InvalidSigningKey: No key is given, or one has fewer than :data:`MIN_KEY_BYTES` bytes.
+        InvalidSigningKey: No key is given, or a key has fewer than :data:`MIN_KEY_BYTES` bytes.
     """
 
     __slots__ = ("_keys",)
@@ -74,7 +74,7 @@ class SigningKeys:
 
         Args:
             body: The message's body, signed only for an envelope.
-            properties: The message's AMQP properties, of which some are signed.
+            properties: The message's AMQP properties; only :data:`SIGNED_PROPERTIES` are signed.
             headers: The message's headers.
         """
         signed = _signed(body, properties, headers)
@@ -121,7 +121,7 @@ def _signature(key: bytes, signed: bytes) -> str:
 def _signed(body: bytes, properties: Mapping[str, object], headers: DelayHeaders) -> bytes | None:
     """Return the signed parts of a message in a fixed order; None if a property has a wrong type.
 
-    Every value follows its length, so that no two messages have the same bytes.
+    Each value is preceded by its length, so that no two messages have the same bytes.
     """
     named = [properties.get(name) for name in SIGNED_PROPERTIES]
     if not all(value is None or isinstance(value, str) for value in named):

@@ -49,8 +49,8 @@ REOPEN_TIMEOUT: Final = 5.0
 #: The minimum timeout of a wait for an answer, in seconds, after the deadline has passed.
 MIN_WAIT: Final = 0.001
 
-#: The maximum bytes that are received ahead. More would cost time: py-amqp copies the rest of the
-#: bytes with every part of a frame.
+#: The maximum bytes that are received ahead. More would cost time, because py-amqp copies the
+#: remaining bytes with every part of a frame.
 RECEIVED_AT_ONCE: Final = 4096
 
 _END: Final = b"\xce"
@@ -128,9 +128,9 @@ def settle_frames(
 
     Args:
         channel: The channel's number.
-        how: How the messages are settled.
+        how: The method that settles the messages: ack, nack or reject.
         tags: The messages' delivery tags.
-        multiple: Whether a tag stands for all messages up to it; not possible with a reject.
+        multiple: Whether a tag also settles all earlier messages; not possible with a reject.
     """
     class_id, method, bits = how
     return b"".join(
@@ -161,8 +161,8 @@ class Wire:
     def receive_ahead(self) -> None:
         """Receive more bytes than py-amqp requests, from now on.
 
-        py-amqp requests every frame in three parts, and small frames arrive by the hundred. Only
-        for a connection without another reader that polls its socket.
+        py-amqp requests every frame in three parts, and small frames arrive by the hundred. Use
+        this only if nothing else polls the connection's socket.
         """
         transport = self._amqp.transport
         receive, _ = transport._quick_recv.args
@@ -271,8 +271,9 @@ class Wire:
 def _receive(receive: Callable[[int], bytes], at_once: int, size: int) -> bytes:
     """Receive bytes for py-amqp: at most ``size``, or ``at_once`` if that is more.
 
-    On a non-blocking socket, py-amqp retries the rest of a frame in a loop, without end if the
-    broker is frozen. After a TimeoutError, py-amqp keeps the received bytes, also over TLS.
+    On a non-blocking socket, py-amqp retries the remaining bytes of a frame in a loop, which is
+    endless if the broker is frozen. After a TimeoutError, py-amqp keeps the received bytes, also
+    over TLS.
     """
     try:
         return receive(max(size, at_once))

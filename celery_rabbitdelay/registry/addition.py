@@ -84,7 +84,7 @@ class RegistryAddition(Addition):
         options: Options,
         fail: Callable[[Sequence[int], Exception], None],
     ) -> RowRegistration:
-        """Return the registration of the rows of a ``send_many``; every row may have a key."""
+        """Return the registry's part of a ``send_many``; every row may have a key."""
         wanted = RegistryOptions.of(self._settings, task, options, {})
         return RowRegistration(self.delays, wanted, name, fail)
 
@@ -134,7 +134,7 @@ class RegistryAddition(Addition):
             self.delays.recorder.record({EXPIRED: count}, *labels)
 
     def note_arrived(self, note: WaitingMessage) -> Due | None:
-        """Record a job's commit again, in case it was lost; without Redis, the note waits."""
+        """Record a job's commit again, in case Redis lost it; without Redis, try later."""
         words = note.headers.registry
         job, job_id = words.get(names.JOB), words.get(names.JOB_ID)
         if (
@@ -142,9 +142,7 @@ class RegistryAddition(Addition):
             or job is None
             or note.properties.get("message_id") != job_id
         ):
-            raise exceptions.UnprocessableMessage(
-                "the note of a job's commit does not name a valid job"
-            )
+            raise exceptions.UnprocessableMessage("it records a commit, but names no valid job")
         try:
             registry_of(self.delays).jobs.confirm(str(job), str(job_id))
         except exceptions.RegistryUnavailable:
@@ -164,7 +162,7 @@ class RegistryAddition(Addition):
         return self.delays.part(Waiting).is_waiting(task_id)
 
     def status(self) -> Mapping[str, object]:
-        """Return the due time of the next tracked task, and all pauses."""
+        """Return the due time of the next tracked task, and a list of all pauses."""
         registry = registry_of(self.delays)
         try:
             # The message of an overdue task in the list is lost, or about to arrive.
@@ -208,9 +206,9 @@ class RegisteredSend(AddedToSend):
         A retry or a replacement of a task keeps the task's life, order and job.
 
         Raises:
-            JobClosed: The job is not open. Not raised for tasks that Celery itself sends, such as
-                retries and the next tasks of a chain.
-            RegistryUnavailable: Redis does not answer. Not raised for these tasks either.
+            JobClosed: The job is not open. Not raised if Celery itself sends the task, such as a
+                retry or the next task of a chain.
+            RegistryUnavailable: Redis does not answer. Not raised if Celery itself sends the task.
         """
         wanted, former = self._wanted, self._send.former
         if not self.is_alone:

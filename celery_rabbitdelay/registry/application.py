@@ -54,8 +54,8 @@ class RegistrySettings(SettingsGroup):
     #: ``redis+cluster://host:6379`` names any server of a cluster.
     registry_url: Annotated[str | None, _REGISTRY_URL] = None
 
-    #: Further arguments of redis-py's client, such as ``socket_timeout``: the timeout in seconds
-    #: of connecting and of every answer, by default 0.5. For Sentinel also ``master_name`` and
+    #: Other arguments of redis-py's client, such as ``socket_timeout``: the timeout in seconds of
+    #: connecting and of every answer, by default 0.5. For Sentinel also ``master_name`` and
     #: ``sentinel_kwargs``.
     registry_options: Annotated[Options | None, _REGISTRY_OPTIONS] = None
 
@@ -63,7 +63,7 @@ class RegistrySettings(SettingsGroup):
     #: prefix, set it to the former one first.
     registry_prefix: Annotated[str | None, NAME_PREFIX] = None
 
-    #: The treatment of a due task with ``key``, ``job``, ``once`` or ``track`` if Redis does not
+    #: What happens to a due task with ``key``, ``job``, ``once`` or ``track`` if Redis does not
     #: answer: "hold" puts it back into the levels for some seconds, "run" runs it. All other tasks
     #: run.
     registry_down: RegistryDown = "hold"
@@ -104,8 +104,8 @@ class RegistryOptions(NamedTuple):
     """The options of one send that concern the registry.
 
     Attributes:
-        key: Only the newest task under a key runs; empty for none.
-        job: The job that the task belongs to; empty for none.
+        key: The task's key: only the newest task under a key runs; empty without a key.
+        job: The job that the task belongs to; empty without a job.
         once: Whether only the first message with the task's id runs.
         track: Whether the task is listed while it waits.
     """
@@ -127,7 +127,7 @@ class RegistryOptions(NamedTuple):
 
         Args:
             settings: The registry's settings, which have the lowest precedence.
-            task: The task, whose attributes ``once`` and ``track`` override the settings; None if
+            task: The task; its attributes ``once`` and ``track`` override the settings. None if
                 only its name is known.
             given: The options passed to ``apply_async``, which have the highest precedence.
             former: The headers of the task that this one retries or replaces, which override the
@@ -151,7 +151,7 @@ class RegistryOptions(NamedTuple):
         """Return the registry's headers for a message.
 
         Args:
-            copy: The name of the message, if it is registered.
+            copy: The name of the message, if the task is registered when it is sent.
             ticket: The ticket from the registry.
             job_id: The id of the task's job.
         """
@@ -252,7 +252,7 @@ def how_kept(delays: Delays) -> tuple[str, int, int]:
 
 
 def register_sent(registry: Registry, registrations: Sequence[Registration]) -> list[str]:
-    """Register messages that the broker has confirmed; log an error of Redis, do not raise it.
+    """Register messages that the broker has confirmed; log errors of Redis instead of raising.
 
     A message's headers contain all that the registry needs when the message arrives.
 

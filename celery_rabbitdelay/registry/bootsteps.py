@@ -37,8 +37,8 @@ logger = get_logger(__name__)
 #: Seconds between two checks of the pauses.
 EVERY: Final = 1.0
 
-#: Seconds for which a worker returns tasks after a resume. Meanwhile, workers with older cached
-#: pauses may still move tasks to the queue of paused tasks.
+#: Seconds for which a worker returns tasks after a resume. During this time, workers with older
+#: cached pauses may still move tasks to the queue of paused tasks.
 AFTERWARDS: Final = 10.0
 
 #: Seconds that a stopping worker waits for the thread.
@@ -46,7 +46,7 @@ STOP_TIMEOUT: Final = 10.0
 
 
 class _Consumer(Protocol):
-    """A worker's consumer, as the kernel's bootstep leaves it."""
+    """A worker's consumer, with the attribute ``strategies`` that the kernel's bootstep has set."""
 
     app: DelayingCelery
     strategies: RestoringStrategies
@@ -82,9 +82,9 @@ class DecideOnArrival(RabbitMQStep):
 class ReturnPaused(RabbitMQStep):
     """Returns resumed tasks to their queues, in a thread.
 
-    After a resume, the thread gets all messages from the queue of paused tasks and rejects the
-    resumed ones, so that RabbitMQ dead-letters them as if their TTL had expired. All other messages
-    are requeued when the channel is closed or the worker dies.
+    After a resume, the thread gets all messages from the queue of paused tasks. It rejects the
+    messages of resumed tasks, so that RabbitMQ dead-letters these as if their TTL had expired. All
+    other messages are requeued when the channel is closed or the worker dies.
     """
 
     requires = (Modules,)
@@ -113,7 +113,8 @@ class ReturnPaused(RabbitMQStep):
         while not self._stopping.wait(EVERY):
             try:
                 paused: Mapping[str, int] = registry_of(self._delays).pauses.known()
-                # At the start: the last pause may have ended while no worker ran.
+                # Also check at the start, because the last pause may have ended while no worker
+                # ran.
                 if not paused if before is None else before.keys() - paused.keys():
                     until = time.monotonic() + AFTERWARDS
                 before = paused

@@ -35,7 +35,7 @@ WORDS: Final = {
 
 
 def _instant(text: str, what: str) -> datetime:
-    """Parse an ISO 8601 instant; without a time zone, this machine's counts."""
+    """Parse an ISO 8601 instant; the default time zone is this machine's."""
     try:
         return datetime.fromisoformat(text).astimezone()
     except (OverflowError, ValueError) as wrong:  # also at the ends of the calendar
@@ -58,7 +58,7 @@ def with_registry() -> Iterator[RabbitDelay]:
     """Yield the application's ``app.rabbitdelay``, checked to have a registry.
 
     Raises:
-        click.UsageError: There is no registry, or a setting is invalid.
+        click.UsageError: The application has no registry, or a setting is invalid.
     """
     found = shared.delays()
     with shared.usage_errors(exceptions.RegistryRequired):
@@ -120,7 +120,7 @@ def show(tasks: Sequence[str], key: str | None) -> None:
 def _of_each(
     tasks: Sequence[str], key: str | None, method: str, **options: object
 ) -> dict[str, Any]:
-    """Call a method of ``app.rabbitdelay`` for each task; return the answers by id or key.
+    """Call a method of ``app.rabbitdelay`` for every task; return the answers by id or key.
 
     Args:
         tasks: The ids.
@@ -136,7 +136,7 @@ def _of_each(
 
 
 def _facts(found: KnownTask) -> Iterator[str]:
-    """Yield the known facts, one per line."""
+    """Yield the lines that describe a task, without unknown facts."""
     due = found.due and f"{shared.local(found.due)}, {_when(found.due)}"
     may_be_in = ", ".join(f"{name} ({count:,})" for name, count in found.may_be_in.items())
     if found.due and found.due > wall_clock.now():
@@ -225,7 +225,7 @@ def cancel(
     if tasks or key is not None or also_future:
         raise click.UsageError("filters exclude ids, --key and --also-future")
     if shared.as_json() and not (yes or dry_run):
-        raise click.UsageError("--json does not ask: give --yes or --dry-run")
+        raise click.UsageError("--json cannot ask for confirmation: give --yes or --dry-run")
     job = filters["job"]
     with with_registry() as delays:
         sent_before = instant_of(delays.registry.now_ms() + 1)

@@ -1,4 +1,4 @@
-"""Connections to Redis: one server, Sentinel or Cluster. The only file that imports redis-py."""
+"""Connections to Redis: one server, Sentinel or Cluster. No other file imports redis-py."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
         url: The URL, as for Celery's result backend: ``redis://``, ``rediss://``, ``unix://`` or
             ``redis+socket://``, ``sentinel://host:26379;sentinel://host2:26379/0``; or
             ``redis+cluster://host:6379`` with any server of a cluster.
-        options: Further arguments of the client of redis-py; for Sentinel also ``master_name`` and
+        options: Other arguments of redis-py's client; for Sentinel, also ``master_name`` and
             ``sentinel_kwargs``, as in ``result_backend_transport_options``. ``socket_timeout`` is
             :data:`TIMEOUT` by default, and bounds connecting as well.
 
@@ -104,7 +104,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
             return Store(client, scheme.endswith("+cluster"), errors, read_only)
     except TypeError as wrong:
         raise InvalidSetting(OPTIONS, ", ".join(options), f"{wrong}") from wrong
-    # Without the cause: urllib's error about a port or a host may quote the password.
+    # Drop the cause, because urllib's error about a port or a host may quote the password.
     raise invalid_url(f"its host, port, database or a parameter is invalid: takes {TAKES_URL}")
 
 
@@ -122,7 +122,7 @@ def _client_of(scheme: str, url: str, given: dict[str, Any]) -> Callable[[], Any
     if scheme.endswith("+cluster"):
         url = url.replace("+cluster", "", 1)
         parse_url(url)  # type: ignore[no-untyped-call]
-        # Not made here: a new client asks the cluster for its servers at once.
+        # The client is made later, because a new client asks the cluster for its servers at once.
         return partial(RedisCluster.from_url, url, **given)
     if scheme == "redis+socket":
         # In Celery's URL, the database is called virtual_host, as in kombu.

@@ -49,7 +49,7 @@ class Verdict(Enum):
 
 
 class Outcome(Enum):
-    """The states in which ``cancel`` or ``postpone`` finds a task, least certain first."""
+    """The outcomes of ``cancel`` and ``postpone``, the least certain outcome first."""
 
     #: Too late: the task has arrived at a worker already. A cancel stops the task's retries, and a
     #: worker that has not started the task may still revoke it. A postponement changes nothing.
@@ -106,20 +106,21 @@ class Arrival(NamedTuple):
         task_id: Its id.
         due_ms: When it was due, in milliseconds since 1970-01-01 UTC.
         attempt: The attempt, as :func:`attempt_of` writes it.
-        copy: Its header :data:`COPY`; empty if it has none.
-        ticket: Its headers :data:`LIFE` and :data:`ORDER`.
-        key: Its header :data:`KEY`; empty if it has none.
-        job: Its header :data:`JOB`; empty if it has none.
-        job_id: Its header :data:`JOB_ID`; empty for the latest job of that name.
+        copy: The message's header :data:`COPY`; empty without it.
+        ticket: The message's headers :data:`LIFE` and :data:`ORDER`.
+        key: The message's header :data:`KEY`; empty without it.
+        job: The message's header :data:`JOB`; empty without it.
+        job_id: The message's header :data:`JOB_ID`; empty for the latest job of that name.
         once: The queue at which the task arrives, if only one message of the attempt may run there;
-            empty if all messages may, and for an occurrence.
+            empty if all messages may run, and for an occurrence of a schedule.
         mark: Its header :data:`ONCE`.
         name: The name of this arrival, if only one message may run; see :meth:`named`.
         redelivered: Whether RabbitMQ has delivered this message before.
         in_doubt: Its header :data:`REDELIVERED`.
-        put_back_ms: Until when the registry last put it back; 0 for never.
-        paused_ms: Since when its name or its queue is paused; 0 if neither is paused.
-        is_occurrence: Whether it belongs to a schedule, whose record decides and never expires.
+        put_back_ms: The time until which the registry last put the task back; 0 if it never did.
+        paused_ms: The start of the pause of the task's name or queue; 0 if neither is paused.
+        is_occurrence: Whether the task belongs to a schedule; the schedule's record then decides,
+            and never expires.
     """
 
     task_id: str
@@ -140,7 +141,7 @@ class Arrival(NamedTuple):
     is_occurrence: bool = False
 
     def named(self) -> Self:
-        """Return the arrival, renamed if only one message may run; its mark keeps the old name."""
+        """Rename the arrival if only one message may run; its mark keeps the old name."""
         if not self.once and not self.is_occurrence:
             return self
         mark = self.mark.after(self.name) if self.name else self.mark
@@ -180,18 +181,18 @@ class Arrival(NamedTuple):
 
     @property
     def heir_of(self) -> int:
-        """The latest generation whose arrivals this one may replace without naming them; -1: none.
+        """The latest generation whose arrivals this arrival may replace without naming them, or -1.
 
-        The generation is the number of times that the message was put back. A message that
-        RabbitMQ redelivers, or that was put back after a redelivery, cannot name its former
-        arrivals. The copies of a message that was put back do not replace one another's arrivals.
+        The generation is the number of times that a message was put back. A message that RabbitMQ
+        redelivers, or that was put back after a redelivery, cannot name its former arrivals. The
+        copies of a message that was put back do not replace one another's arrivals.
         """
         if self.redelivered:
             return self.mark.generation
         return self.mark.generation - 1 if self.in_doubt else -1
 
     def dropped_by(self, word: str) -> str:
-        """Return the reason of a drop: the verdict, and the key or job; empty if it has none."""
+        """Return why the task was dropped: the verdict, and the key or job; empty if unknown."""
         by = {"superseded": self.key, "expired": self.job}.get(word)
         return "" if by is None else f"{word} {by}"
 
@@ -240,7 +241,8 @@ class Registration(NamedTuple):
         attempt: The attempt; see :func:`.attempt_of`.
         ticket: The ticket that the registry assigned before the send.
         key: The task's key; empty if it has none.
-        name: The task's name. This and the fields below are empty if the task is not tracked.
+        name: The task's name. This field and the following fields are empty if the task is not
+            tracked.
         job: The task's job; empty if it has none.
         message: The stored message, from which the task can be sent again.
         queue: The queue that gets the task when it is due; empty if the exchange routes it.
@@ -259,7 +261,7 @@ class Registration(NamedTuple):
 
     @classmethod
     def of(cls, task_id: str, headers: DelayHeaders, name: str = "", message: str = "") -> Self:
-        """Make the registration of a message; give ``name`` and ``message`` for a tracked task."""
+        """Make the registration of a message; tracked tasks need ``name`` and ``message``."""
         sent = Arrival.of(headers, headers.due_ms or 0, "", redelivered=False)
         of_message = sent.copy, sent.due_ms, sent.attempt, sent.ticket, sent.key
         job, queue = (sent.job, headers.queue or "") if name else ("", "")
@@ -275,9 +277,9 @@ class Decision(NamedTuple):
         is_new_due: With ``LATER``: whether ``until_ms`` is the new due time of a postponed task;
             otherwise the registry is asked again at that time.
         why: With ``UNREADABLE``: the error from Redis.
-        is_paused: With ``LATER``: whether the task waits for a resume. It waits until ``until_ms``
-            only if it cannot wait in the queue of paused tasks.
-        is_answer: Whether Redis has answered. If not, Redis may have recorded another decision.
+        is_paused: With ``LATER``: whether the task waits for a resume. The task then waits until
+            ``until_ms`` only if it cannot wait in the queue of paused tasks.
+        is_answer: Whether Redis has answered. Otherwise, Redis may have recorded another decision.
     """
 
     verdict: Verdict
@@ -296,7 +298,8 @@ def new_copy() -> str:
 def attempt_of(retries: object, nesting: object) -> str:
     """Return the name of an attempt.
 
-    The task's id does not suffice: a retry and a replacement (``Task.replace``) keep it.
+    The task's id does not name an attempt, because a retry and a replacement (``Task.replace``)
+    keep the id.
 
     Args:
         retries: How often the task was retried: Celery's header ``retries``.
@@ -314,9 +317,10 @@ class Record(NamedTuple):
     """The record of a task.
 
     Attributes:
-        cancelled: The life up to which the task is cancelled; None if it is not. If the task had
-            already run, its next life is cancelled too: a message of that life may be on its way.
-        not_before: The due time that the task was postponed to; None if it was not.
+        cancelled: The last cancelled life of the task; None if the task is not cancelled. If the
+            task had already run, its next life is cancelled too, because a message of that life may
+            have been sent already.
+        not_before: The due time that the task was postponed to; None if it was not postponed.
         won: Every attempt that was allowed to run, with the name of its message.
         marks: With ``once``, per attempt: the mark and the name of the last arrival that was
             allowed to run.
@@ -371,8 +375,8 @@ def arrive(record: Record, message: Arrival, word: str, is_old: bool = False) ->
         message: The message.
         word: The verdict of its key and its job: ``run``, ``later``, ``expired``, ``superseded`` or
             ``replaced``.
-        is_old: Whether the message was due, and last put back, so long ago that decisions about it
-            may have expired.
+        is_old: Whether the message was due and was last put back so long ago that decisions about
+            it may have expired.
     """
     full, is_paused = _full(message), bool(message.paused_ms)
     winner = dict(record.won).get(full) if message.copy else None

@@ -40,8 +40,8 @@ MAX_PAUSE: Final = 60.0
 ASK_AGAIN: Final = 5.0
 
 #: The batch window in seconds, used if the worker's prefetch count allows ``MIN_GATHERED`` times
-#: the tasks that have arrived. A round trip costs a good part of a task's processor time, whether
-#: it concerns one task or many.
+#: the tasks that have arrived. A round trip for one task takes as much processor time as for many,
+#: and a good part of a task's total.
 GATHER: Final = 0.004
 MIN_GATHERED: Final = 8
 
@@ -65,7 +65,7 @@ REASONS: Final = {
     Verdict.EXPIRED: "its job '{job}' was aborted or has expired",
 }
 
-#: The counters of tasks that do not run, or not now.
+#: The counters of tasks that do not run, or that wait again.
 COUNTED: Final = {
     Verdict.CANCELLED: application.CANCELLED,
     Verdict.SUPERSEDED: application.SUPERSEDED,
@@ -100,7 +100,7 @@ class _Due(NamedTuple):
 
 
 def pause_ms(away: float) -> int:
-    """Return for how many milliseconds a task waits after ``away`` seconds without Redis."""
+    """Return how many milliseconds a task waits after ``away`` seconds without Redis."""
     pause = min(max(away, MIN_PAUSE), MAX_PAUSE) * random.uniform(1, 1.25)  # noqa: S311 - jitter
     return int(pause * 1000)
 
@@ -148,11 +148,11 @@ class Arrived(NamedTuple):
 
 
 class Decisions(BatchThread[_Due]):
-    """Asks the registry about arrived tasks, in a thread of its own.
+    """Asks the registry about arrived tasks, in a separate thread.
 
-    Because of the thread, neither the worker's event loop nor tasks without a delay wait for Redis.
-    Tasks that arrive together share a round trip. Of tasks without an option of the registry, the
-    thread sees only those that :class:`.PlainArrivals` does not let run. If Redis does not answer,
+    Because of this thread, the worker's event loop and tasks without a delay do not wait for Redis.
+    Tasks that arrive together share a round trip. The thread also decides about tasks without an
+    option of the registry that :class:`.PlainArrivals` does not let run. If Redis does not answer,
     ``rabbitdelay_registry_down`` decides whether tasks run or go back into the levels for a while.
 
     Args:
@@ -160,8 +160,8 @@ class Decisions(BatchThread[_Due]):
         early_tasks: Puts tasks back into the levels.
 
     Attributes:
-        takers: Functions by header name. A task with the header is passed to the function, which
-            runs or discards it. Schedules add one.
+        takers: Functions by the name of a header. If a task has the header, the function runs or
+            discards the task. Schedules add one.
     """
 
     name = "rabbitdelay-decisions"
@@ -226,7 +226,7 @@ class Decisions(BatchThread[_Due]):
         try:
             decisions = self._decide(batch)
         except Exception:  # the thread must survive
-            logger.exception("Cannot decide on %d due tasks; the decision is repeated", len(batch))
+            logger.exception("Cannot decide about %d due tasks; retrying", len(batch))
             self._ask_again(batch)
         else:
             self.act(partial(self._carry_out_all, batch, decisions))
@@ -249,7 +249,8 @@ class Decisions(BatchThread[_Due]):
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:
-            # There may be a copy, put back without a confirm. It must not replace the same arrival.
+            # A copy may exist that was put back without a confirm. It must not replace the same
+            # arrival.
             self.give(due._replace(arrival=due.arrival.named()), ASK_AGAIN)
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
@@ -291,7 +292,7 @@ class Decisions(BatchThread[_Due]):
         )
 
     def _later(self, away: float) -> Decision:
-        """Return the decision to wait as long as Redis was away, within bounds, and ask again."""
+        """Decide to wait as long as Redis was away (within limits), and then to ask again."""
         return Decision(Verdict.LATER, wall_clock.ms() + pause_ms(away), is_answer=False)
 
     def _carry_out_all(self, batch: Sequence[_Due], decisions: Sequence[Decision]) -> None:
@@ -333,7 +334,7 @@ class Decisions(BatchThread[_Due]):
                 self._discard(due, decision.verdict)
 
     def _hand_on(self, due: _Due, go_on: Action, is_cancelled: bool = False) -> None:
-        """Pass a task to the taker of one of its headers, or go on with it."""
+        """Pass a task to the function for one of its headers, if any; otherwise let it run."""
         header = next((name for name in self.takers if name in due.waited.registry), None)
         if header is None:
             go_on()

@@ -27,8 +27,8 @@ from celery_rabbitdelay.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-#: The note of a commit is due before the job expires: by this share of the remaining time, but not
-#: by more than this number of milliseconds.
+#: The record of a commit is due before the job expires: by this fraction of the remaining time, but
+#: at most by this number of milliseconds.
 NOTE_SHARE: Final = 0.25
 NOTE_MS: Final = 60_000
 
@@ -118,7 +118,7 @@ class Holding:
             try:
                 self.abort_job(job)
             except RegistryUnavailable as error:  # harmless: a job that is never committed expires
-                logger.warning("Cannot abort job %r, which will expire instead: %s", job, error)
+                logger.warning("Cannot abort job %r; the job will expire instead: %s", job, error)
             raise
         self.commit_job(job)
 
@@ -131,15 +131,15 @@ class Holding:
     ) -> datetime:
         """Pause the delayed tasks of a name, or for a queue, until the resume.
 
-        Within a second, workers move these tasks on arrival to the queue of paused tasks instead of
-        running them. The tasks keep their due times. Tasks that have already arrived, and tasks
+        Within a second, workers stop running these tasks, and move them on arrival to the queue of
+        paused tasks. The tasks keep their due times. Tasks that have already arrived, and tasks
         without a delay, still run.
 
         Args:
             task: The name of the tasks.
             queue: Instead of a name: the name of the queue.
             until: The end of the pause; None if only :meth:`resume` ends it. The new end replaces
-                an earlier one.
+                an earlier end.
 
         Returns:
             The start of the pause, which is in the past if the tasks were already paused.
@@ -158,8 +158,7 @@ class Holding:
             task: As for :meth:`pause`.
             queue: As for :meth:`pause`.
 
-        Returns:
-            Whether they were paused.
+        Returns: Whether the tasks were paused.
 
         Raises:
             TypeError: As for :meth:`pause`.

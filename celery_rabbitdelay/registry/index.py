@@ -57,7 +57,7 @@ class Names(NamedTuple):
         """Return a key of every shard; the scripts build the same names.
 
         ``jobs`` and ``open`` are the lists of jobs and of open jobs, ``kinds`` is the list of
-        kinds; for the others see :meth:`due`.
+        kinds; for the other keys, see :meth:`due`.
         """
         return [f"{self.prefix}:{{{shard}}}:{name}" for shard in range(SHARDS)]
 
@@ -121,9 +121,9 @@ class Filter(NamedTuple):
         sent_before_ms: The end of the times of sending, exclusive, by the clock of the task's Redis
             server.
         kinds: The allowed kinds.
-        where: A further condition on a task that passes the other fields.
-        where_message: A further condition on a task and its stored message, which is empty if it is
-            unknown or longer than :data:`SHORT`.
+        where: Another condition on a task that passes the other fields.
+        where_message: Another condition on a task and its stored message; the message is empty if
+            it is unknown or longer than :data:`SHORT`.
     """
 
     task: str | None = None
@@ -168,7 +168,7 @@ class Filter(NamedTuple):
 
     @property
     def needs_records(self) -> bool:
-        """Whether no index holds exactly these tasks, so that their records must be read."""
+        """Whether the tasks' records must be read, because no index holds exactly these tasks."""
         by_record = self.key, self.sent_before_ms, self.where, self.where_message
         return any(field is not None for field in by_record) or (
             self.is_of_kinds and self.job is not None
@@ -209,9 +209,10 @@ class Pending(NamedTuple):
         task_id: Its id.
         task: Its name.
         due: Its due time.
-        key: Its ``key=``, or None.
-        job: Its ``job=``, or None.
-        sent: When it was sent; None if sent by an earlier version, which did not record the time.
+        key: The task's ``key=``, or None.
+        job: The task's ``job=``, or None.
+        sent: When the task was sent; None if an earlier version sent it, which did not record the
+            time.
         queue: The queue that gets the task when it is due; empty if the exchange routes it.
     """
 
@@ -250,7 +251,7 @@ class Summary(NamedTuple):
 
     Attributes:
         kinds: The counts per kind, largest first.
-        left_out: The number of tasks of all further kinds.
+        left_out: The number of tasks of all other kinds.
     """
 
     kinds: list[KindCounts]
@@ -264,10 +265,10 @@ class Index:
     Attributes:
         store: Redis.
         names: The names of all keys.
-        margin_ms: How late a task may be, in milliseconds. A later task does not count as waiting:
-            its queue was purged, for example.
-        paused_since_ms: Returns the start of the oldest pause, whose tasks may be later than the
-            margin; None if nothing is paused.
+        margin_ms: How late a task may be, in milliseconds. A later task does not count as waiting;
+            for example, its queue was purged.
+        paused_since_ms: Returns the start of the oldest pause, because paused tasks may be later
+            than the margin; None if nothing is paused.
     """
 
     store: Store
@@ -348,7 +349,7 @@ class Index:
         return self.store.commands(lambda pipe: [pipe.get(name) for name in names])
 
     def short_messages(self, task_ids: Sequence[str]) -> list[str]:
-        """Return the stored messages of at most :data:`SHORT` bytes; empty for all others."""
+        """Return the stored messages of at most :data:`SHORT` bytes; empty for longer messages."""
         names = self.names.each("message", task_ids)
         found = self.store.commands(lambda pipe: [pipe.getrange(name, 0, SHORT) for name in names])
         return [message if len(message) <= SHORT else "" for message in found]
@@ -381,7 +382,8 @@ class Index:
         """Return the tasks of some jobs that are due before an instant, with their weights.
 
         The weight is 1, unless there are more than ``most`` tasks: then the first tasks per job and
-        shard stand for the others, and the weight is the number of tasks that a task stands for.
+        shard represent the remaining tasks, and the weight is the number of tasks that a task
+        represents.
         """
         of_jobs = [
             (name, self.least_ms(), f"({before_ms}")
@@ -444,7 +446,7 @@ class Index:
             rank, overlap, size = start + len(page), 1, min(2 * size, PAGE)
 
     def _kinds(self, wanted: Sequence[Filter]) -> list[Kind]:
-        """Return the kinds of all waiting tasks; none if no filter needs them."""
+        """Return the kinds of all waiting tasks; empty if no filter needs the kinds."""
         if not any(one.task is not None and one.job is None for one in wanted):
             return []
         return [counts.kind for counts in self.summary([0], ALL_KINDS).kinds]

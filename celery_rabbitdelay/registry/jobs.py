@@ -1,4 +1,4 @@
-"""Jobs: sets of tasks; all tasks of a job run, or none."""
+"""Jobs: sets of tasks, of which all run or none runs."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Jobs:
     Args:
         store: Redis.
         names: The names of all keys.
-        keep_ms: How long a job's outcome is kept after its name is free, in milliseconds.
+        keep_ms: How long a job's outcome is kept after its name has become free, in milliseconds.
         margin_ms: How long a job's name stays taken after its last task is due, in milliseconds.
 
     Attributes:
-        on_expired: Called for every job that was not committed in time, in the first process that
+        on_expired: Called for a job that was not committed in time, in the first process that
             notices the expiry.
     """
 
@@ -106,7 +106,7 @@ class Jobs:
             raise JobClosed(job, state)
 
     def join(self, job: str, due_ms: int) -> tuple[JobState | None, str]:
-        """Record the due time of a task that is sent with a job.
+        """Record the due time of a task that is being sent with a job.
 
         Returns:
             The job's state, or None if the job does not exist; and the job's id.

@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 FRESH: Final = 1.0
 
 #: How often per second a worker asks again about tasks that a pause or an open job holds. A task
-#: may wait for its turn up to this share of the time for which it has been held.
+#: may wait for its turn up to this fraction of the time for which it has been held.
 PER_SECOND: Final = 50
 SHARE: Final = 0.25
 
-#: Up to this share of a wait is taken off at random, so that tasks do not return all at once.
+#: Waits are shortened at random by up to this fraction, so that tasks do not all return at once.
 JITTER: Final = 0.25
 
 #: The bounds of a wait in milliseconds: the shortest, the shortest among many tasks, the longest.
@@ -78,7 +78,7 @@ class Pauses:
             task: The name; None for a queue.
             queue: The queue; None for a name.
             until_ms: The end of the pause by the clock of Redis, in milliseconds since 1970-01-01
-                UTC; None for no end. It replaces the end given earlier.
+                UTC; None for no end. This end replaces an earlier end.
 
         Raises:
             RegistryUnavailable: Redis does not answer.
@@ -158,7 +158,7 @@ def paused_since(known: Mapping[str, int], task: str, queue: str) -> int:
 
 
 class Questions:
-    """Spreads questions about held tasks: few enough to be cheap, yet soon after the hold ends."""
+    """Schedules the next question about a held task: soon after a hold ends, but rarely."""
 
     def __init__(self) -> None:
         #: The time of the last question, if all held tasks ask one after the other.
@@ -183,7 +183,7 @@ def _field(task: str | None, queue: str | None) -> str:
 def _read(answer: Sequence[str]) -> dict[str, tuple[int, int | None]]:
     """Return the start and the end of every pause by field, in milliseconds.
 
-    An invalid start counts as long ago, an invalid end as none.
+    An invalid start counts as long ago, an invalid end as no end.
     """
     words = list(readable("the list of pauses", answer))
     paused: dict[str, tuple[int, int | None]] = {}

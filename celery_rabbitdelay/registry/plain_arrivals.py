@@ -17,13 +17,13 @@ from celery_rabbitdelay.worker.celery_internals import Hub
 #: The answer of Redis if nothing is recorded and nothing is paused.
 NOTHING: Final = b":0\r\n:0\r\n"
 
-#: All bytes of an answer. Errors and pushes of Redis have others.
+#: The bytes that an answer consists of. Errors and pushes of Redis contain other bytes.
 OF_ANSWERS: Final = b":0123456789\r\n"
 
 #: Seconds from one attempt to connect to the next.
 CONNECT_EVERY: Final = 10.0
 
-#: How many times the time of a question is checked within the timeout.
+#: How often the age of a question is checked within the timeout.
 CHECKS: Final = 4
 
 TaskT = TypeVar("TaskT")
@@ -32,12 +32,12 @@ TaskT = TypeVar("TaskT")
 class PlainArrivals(Generic[TaskT]):
     """Asks Redis whether a decision about arrived tasks is recorded, or anything is paused.
 
-    Of nearly all tasks without an option, nothing is recorded, and they may run. In all other
-    cases, also if Redis does not answer in time, the thread of :class:`.Decisions` decides. In the
+    For nearly all tasks without an option, nothing is recorded, and they may run. In all other
+    cases, including a missing answer of Redis, the thread of :class:`.Decisions` decides. In the
     event loop, a question costs a third of the processor time that it costs in a thread.
 
-    There is one question at a time. Tasks that arrive meanwhile make up the next one. Where the
-    prefetch count allows for it, a question waits some milliseconds for more tasks. A question
+    There is one question at a time. Tasks that arrive before its answer make up the next question.
+    If the prefetch count allows it, a question waits some milliseconds for more tasks. A question
     begins with a command that a replica refuses: after a failover, the former primary does not know
     the decisions of the new one.
 
@@ -46,7 +46,7 @@ class PlainArrivals(Generic[TaskT]):
         registry: The registry.
         run: Called with the tasks that run.
         decide: Called with the tasks about which the thread has to decide.
-        gather_for: Returns for how many seconds to wait for more tasks after a number of them.
+        gather_for: Returns how many seconds to wait for more tasks, by the number of tasks so far.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PlainArrivals(Generic[TaskT]):
         return self._connection is not None
 
     def connected(self) -> Any:
-        """Return a new connection for :meth:`open`; None if none is needed, or can be had now.
+        """Return a new connection for :meth:`open`; None if it is not needed or not possible now.
 
         The thread calls this, because connecting may take a while.
         """
@@ -116,7 +116,7 @@ class PlainArrivals(Generic[TaskT]):
             self._ask()
 
     def close(self) -> None:
-        """Close the connection, and let the thread decide about the tasks that wait."""
+        """Close the connection, and let the thread decide about the waiting tasks."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
@@ -164,7 +164,7 @@ class PlainArrivals(Generic[TaskT]):
         (self._run if is_nothing else self._decide)(tasks)
 
     def _check_time(self, timeout: float) -> None:
-        # The loop may have been busy, and the answer be there.
+        # The loop may have been busy although the answer has arrived.
         self._read()
         if self._asked and time.monotonic() - self._asked_at >= timeout:
             self.close()

@@ -117,9 +117,9 @@ class Record(NamedTuple):
         due_ms: The earliest due time of its messages, in milliseconds since 1970-01-01 UTC; None if
             unknown.
         postponed_ms: The due time that it was postponed to; None if it was not.
-        name: Its name, if it is tracked and waits.
-        key: Its key, if it waits or is superseded.
-        job: Its job, if it is tracked and waits, or has expired.
+        name: The task's name, if it is tracked and waits.
+        key: The task's key, if it waits or is superseded.
+        job: The task's job, if it is tracked and waits, or has expired.
         sent_ms: When it was sent, if it is tracked and waits.
     """
 
@@ -185,7 +185,7 @@ class MessageFacts(NamedTuple):
     """Facts from the stored message of a tracked task; None where unknown.
 
     Attributes:
-        shadow: The name under which Celery shows the task, if different from its own.
+        shadow: The name under which Celery shows the task, if it differs from the task's own name.
         args, kwargs, queue, exchange, routing_key, priority: See :class:`KnownTask`.
         tolerance_ms: How many milliseconds late the task may arrive.
     """
@@ -226,21 +226,22 @@ class KnownTask:
         due: When it is due, if it waits.
         postponed: The due time that it was postponed to.
         sent: When it was sent, if it is tracked and waits.
-        key: Its key, if it waits or is superseded.
-        job: Its job. This field and the next ones are known for waiting tracked tasks only; the job
-            and its state also for expired tasks.
+        key: The task's key, if it waits or is superseded.
+        job: Its job. This field and the following fields are known for waiting tracked tasks only;
+            the job and its state are known for expired tasks too.
         job_state: ``open``, ``committed`` or ``aborted``; None if the job no longer exists.
         task: Its name.
-        args: Its positional arguments as text: Celery's ``argsrepr``.
-        kwargs: Its keyword arguments as text: Celery's ``kwargsrepr``.
+        args: The task's positional arguments as text: Celery's ``argsrepr``.
+        kwargs: The task's keyword arguments as text: Celery's ``kwargsrepr``.
         queue: The queue that gets the task when it is due; None if the exchange routes it.
         exchange: The exchange that gets the task when it is due.
         routing_key: The routing key with which the exchange gets the task.
         priority: Its priority.
         may_be_in: The other non-empty queues in which the message of a waiting task may be, as
-            ``status`` names them, with their message counts. Before a tracked task is due, this is
+            ``status`` names them, with their message counts. Before a tracked task is due, there is
             one queue, or two while the message moves to the next queue; for other tasks, all queues
-            whose wait is long enough. An overdue message may be in a level only if it was put back.
+            with a long enough wait. The message of an overdue task may be in a level only if it was
+            put back.
         missing: For a waiting task, the queues of levels and modules that the broker lacks.
         in_queue: For an overdue task, the ``messages`` and ``consumers`` of its queue; empty if the
             queue does not exist, None if that is unknown.
@@ -379,10 +380,10 @@ def _may_be_in(
 
 
 def may_wait_in(layout: Layout, remaining_ms: int) -> Iterator[tuple[Level, int]]:
-    """Yield the digits in whose queues a message with a given remaining time may be.
+    """Yield the digits whose queues may hold a message with this remaining time.
 
-    The original delay is unknown. A message waits in its highest digit first, so these are all
-    digits whose wait, together with all lower digits, is at least the remaining time.
+    The original delay is unknown. A message waits in its highest digit first, so a digit is
+    possible if its wait, together with all lower digits, is at least the remaining time.
     """
     for level in layout.levels:
         for digit in range(max(remaining_ms // level.place_ms, 1), level.base):
@@ -392,16 +393,16 @@ def may_wait_in(layout: Layout, remaining_ms: int) -> Iterator[tuple[Level, int]
 def waits_in(
     layout: Layout, delay_ms: int, passed_ms: int, tolerance_ms: int, slack_ms: int
 ) -> Iterator[tuple[Level, int]]:
-    """Yield the digits in whose queues a message may be, a given time after it was sent.
+    """Yield the digits whose queues may hold a message, some time after it was sent.
 
-    This is one digit, or two while the message moves to the next queue; a few more if a tolerance
-    allowed a longer delay with fewer stops.
+    Yields one digit, or two while the message moves to the next queue, and a few more if a
+    tolerance allowed a longer delay with fewer stops.
 
     Args:
         layout: The layout.
         delay_ms: The delay when the message was sent, at most the capacity.
         passed_ms: The time since the message was sent.
-        tolerance_ms: How much longer the delay may have been.
+        tolerance_ms: The tolerance by which the delay may have been longer.
         slack_ms: The inaccuracy of both times, including the broker's time for moving a message.
     """
     found: dict[tuple[Level, int], None] = {}

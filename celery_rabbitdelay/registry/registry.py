@@ -26,12 +26,12 @@ from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, Questions
 from celery_rabbitdelay.registry.store import UNREADABLE, ScriptCall, Store, readable
 
-#: How long the cancellation of an unknown task is kept, in milliseconds: ten years. Nobody knows
-#: when its message may arrive.
+#: How long the cancellation of an unknown task is kept, in milliseconds: ten years. Its message may
+#: arrive at any time.
 NOTE_MS: Final = 315_360_000_000
 
-#: The longest life of a record, in milliseconds: a hundred years. Without this limit a sender could
-#: make a record live for ever, because the due time in a message may be anything.
+#: The longest life of a record, in milliseconds: a hundred years. Without this limit, a sender
+#: could make a record live forever, because a message may have any due time.
 MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
 
 #: The longest wait for the lock of :meth:`Registry.alone`, and the pause between two attempts, in
@@ -89,7 +89,7 @@ class Breaker:
 
 
 class Earlier(NamedTuple):
-    """A task whose new due time is earlier: the caller sends a second message.
+    """A postponement to an earlier time: the caller has to send a second message.
 
     Attributes:
         name: The task's name.
@@ -188,8 +188,8 @@ class Registry:
     def decide(self, arrivals: Sequence[Arrival], notes: bool = True) -> list[Decision]:
         """Decide whether arrived tasks run, by the rule in ``arrive.lua``.
 
-        This takes one round trip per server, and one more for tasks with a key or with a job whose
-        outcome is not cached. If an answer is lost, the call may be repeated.
+        The decision takes one round trip per server, and another one for tasks with a key, or with
+        a job whose outcome is not cached. If an answer is lost, the call may be repeated.
 
         Args:
             arrivals: The tasks.
@@ -263,8 +263,8 @@ class Registry:
     def register(self, registrations: Sequence[Registration]) -> list[str]:
         """Record messages that the broker has confirmed; a task with a key supersedes older ones.
 
-        Repeating the call changes nothing. It takes one round trip per server, and one more if
-        tasks are superseded, to remove them from the index.
+        Repeating the call changes nothing. The call takes one round trip per server, and another
+        one if it has to remove superseded tasks from the index.
 
         Returns:
             The state of every task: ``waiting``, ``arrived`` (this message was allowed to run),

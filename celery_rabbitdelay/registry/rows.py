@@ -23,8 +23,8 @@ from celery_rabbitdelay.registry.record import stored
 #: The number of rows registered in one round trip.
 BATCH: Final = 500
 
-#: The number of rows whose tickets are fetched in one round trip. After these seconds, the next row
-#: ends a smaller batch.
+#: The number of rows whose tickets are fetched in one round trip; and the seconds after which the
+#: next row ends a smaller batch.
 ASKED: Final = 500
 ASK_AFTER: Final = 0.05
 

@@ -24,8 +24,8 @@ _ROOT: Final = "celery_rabbitdelay"
 #: The functions that all scripts share.
 SHARED: Final = "shared"
 
-#: The scripts that a full Redis refuses if they need memory. All others run: a decision frees more
-#: memory than it takes.
+#: The scripts that a full Redis refuses if they need memory. All other scripts run, because a
+#: decision frees more memory than it takes.
 GROWING: Final = ("register", "reserve", "lease", "schedules/edit")
 
 #: The first line of a script that runs even if Redis is full
@@ -35,7 +35,8 @@ ALLOW_OOM: Final = "#!lua flags=allow-oom"
 #: The limit of keys per script call: Redis serves no other client while a script runs.
 KEYS_PER_CALL: Final = 100
 
-#: Not ASCII: an id may hold half of a surrogate pair, and Redis's JSON decoder rejects its escape.
+#: The JSON is not escaped to ASCII: an id may contain half of a surrogate pair, and Redis's JSON
+#: decoder rejects the escape.
 _json: Final = JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 #: The text before the arguments that an error of Redis repeats.
@@ -174,8 +175,8 @@ class Store:
             name: The lease's key.
             token: Identifies the holder.
             lasts_ms: How long the lease lasts, in milliseconds from now; 0 releases it.
-            family: Take the lease over from a holder whose token begins with this text; empty for
-                no takeover.
+            family: Take over the lease if the holder's token begins with this text; empty for no
+                takeover.
 
         Raises:
             RegistryUnavailable: Redis did not answer.

@@ -153,7 +153,7 @@ class Waiting(Holding):
         for task_id, outcome in found.items():
             if outcome in _DECIDED:
                 signals.send(signals.cancelled, self._delays.app, task_id, None)
-        # No worker has a waiting task; the worker asks the registry when the task arrives.
+        # A waiting task is in no worker; its worker will ask the registry when the task arrives.
         arrived = (Outcome.RELEASED, Outcome.NOTED, Outcome.CANCELLED)
         ids = [task_id for task_id, outcome in found.items() if outcome in arrived]
         _revoke_by_celery(self._delays.app, ids)
@@ -238,7 +238,8 @@ class Waiting(Holding):
 
         Raises:
             NotTracked: The new due time is earlier, and the task is not tracked.
-            TypeError: Neither a task nor a key, or both; or neither a delay nor an eta, or both.
+            TypeError: Not exactly one of a task and a key; or not exactly one of a delay and an
+                eta.
             InvalidDelay: The delay or the eta is invalid.
         """
         if delay is None and eta is None:
@@ -298,7 +299,7 @@ class Waiting(Holding):
             The task; None if the registry does not know the id or the key.
 
         Raises:
-            TypeError: Neither a task nor a key, or both.
+            TypeError: Not exactly one of a task and a key.
             OSError: The broker cannot be reached.
         """
         own = task.id if isinstance(task, AsyncResult) else task
@@ -349,7 +350,7 @@ def _ids(task: object) -> list[str]:
     """Return the ids of tasks given by id or result; a chain's result gives the whole chain.
 
     Raises:
-        TypeError: The argument is neither an id nor a result, nor several of them.
+        TypeError: The argument is not an id, a result, or several of these.
     """
     if isinstance(task, str | UUID):
         return [str(task)]
@@ -370,8 +371,9 @@ def _ids(task: object) -> list[str]:
 def _revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
     """Revoke tasks in all workers, without the registry.
 
-    This matters for tasks that a worker has received and holds. It is no error if workers cannot be
-    reached, or if the broker's user lacks the permission: the registry knows the cancel.
+    The revoke matters for tasks that a worker has received and holds. If workers cannot be reached,
+    or the broker's user lacks the permission, no error is raised, because the registry has recorded
+    the cancel.
     """
     try:
         for start in range(0, len(task_ids), MAX_REVOKED):

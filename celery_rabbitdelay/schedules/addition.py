@@ -48,10 +48,10 @@ class HasSchedules:
 
 
 class SchedulesAddition(Addition):
-    """Stops ``celery beat`` where workers take over its entries; verifies schedules."""
+    """Stops ``celery beat`` if workers take over its entries; verifies schedules."""
 
     def problems(self) -> Iterator[tuple[str, str, Mapping[str, object]]]:
-        """Yield schedules whose next occurrence is missing, or cannot be sent again."""
+        """Yield findings: schedules whose next occurrence is missing, or cannot be sent again."""
         schedules, now_ms = record.Records(registry_of(self.delays)), wall_clock.ms()
         try:
             names = schedules.all()

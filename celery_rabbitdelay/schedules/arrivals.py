@@ -1,9 +1,9 @@
 """Handles arrived occurrences: publishes the next occurrence before one runs.
 
-``lua/decide.lua`` decides whether a message goes on. If so, the worker publishes the following
-occurrence and waits for its confirm. Only then does the arrived occurrence run, unless its schedule
-is paused, it is too late, or another run has not ended. If the worker dies in between, RabbitMQ
-redelivers the message, and everything is done again.
+``lua/decide.lua`` decides whether a message is processed or dropped. If it is processed, the worker
+first publishes the following occurrence and waits for its confirm. Only then does the arrived
+occurrence run, unless its schedule is paused, it is too late, or another run has not ended. If the
+worker dies in between, RabbitMQ redelivers the message, and all steps are repeated.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class _Came:
 
     Attributes:
         arrived: Its task.
-        went_on: Whether the rule has already let it go on.
+        went_on: Whether the rule has already accepted the occurrence.
         occurrence: The occurrence in the message's header.
-        is_late: Whether it is too late to run.
+        is_late: Whether the occurrence is too late to run.
         following_ms: The following instant; None after the last one.
         decided: The decision of the rule.
         following: The next occurrence to publish; None if there is none.
@@ -104,7 +104,7 @@ class _Came:
         """The arguments for the rule."""
         arrival, occurrence = self.arrived.arrival, self.occurrence
         mark = arrival.mark._replace(name=occurrence.message)
-        # Redis may have lost the record that the message went on.
+        # Redis may have lost the record that the message was processed.
         came_before = arrival.redelivered or self.went_on
         arrival = arrival._replace(mark=mark, redelivered=came_before)
         return Arriving(occurrence, arrival, self.following_ms)
@@ -146,7 +146,7 @@ class Arrivals(BatchThread[_Came]):
         self.give(_Came(arrived))
 
     def begin(self) -> None:
-        """Compare the clocks, and put the beat entries unless Redis has them."""
+        """Compare the clocks, and store the entries of beat as schedules unless Redis has them."""
         with suppress(RegistryUnavailable):  # the next check logs it
             self._note_clock()
         if self._delays.setting("beat"):
@@ -256,7 +256,7 @@ class Arrivals(BatchThread[_Came]):
             )
 
     def _published(self, decided: Iterator[_Came]) -> list[_Came]:
-        """Publish the following occurrences; return the arrivals for which nothing failed."""
+        """Publish the following occurrences; return the arrivals without a failure."""
         published: list[_Came] = []
         waiting: list[_Came] = []
         for came in decided:
@@ -275,11 +275,17 @@ class Arrivals(BatchThread[_Came]):
         task_id = celery_internals.shown(celery_internals.id_of(message))
         if isinstance(error, (*TEMPORARY_ERRORS, RegistryUnavailable)):
             logger.warning(
-                "Occurrence %s waits; cannot publish the next one yet: %s", task_id, error
+                "Occurrence %s waits, because the next occurrence cannot be published: %s",
+                task_id,
+                error,
             )
             self.give(came, TRY_AGAIN)
         else:
-            logger.error("Occurrence %s runs; cannot publish the next one: %r", task_id, error)
+            logger.error(
+                "Occurrence %s runs, but the next occurrence cannot be published: %r",
+                task_id,
+                error,
+            )
             self.act(partial(self._let_run, came.arrived))
 
     def _message(self, producer: DelayedProducer, came: _Came) -> Delayed:
@@ -297,7 +303,7 @@ class Arrivals(BatchThread[_Came]):
         return producer.routed(again, destination.queue, Due.until(due_ms - self._skew_ms))
 
     def _fate(self, came: _Came) -> Fate | None:
-        """Return an occurrence's fate; None if it waits for the end of a run, or is dropped."""
+        """Decide the fate of an occurrence; return None if it waits or is dropped."""
         occurrence, registry = came.occurrence, self._registry
         if not came.decided.goes_on:
             logger.info(
@@ -341,7 +347,8 @@ class Arrivals(BatchThread[_Came]):
         Args:
             came: The occurrence.
             wait_ms: How long it waits, in milliseconds.
-            is_answer: Whether Redis has decided on it, so that the following one was published.
+            is_answer: Whether Redis has decided on the occurrence, so that the following occurrence
+                was published.
         """
         arrived, occurrence = came.arrived, came.occurrence
         is_followed = is_answer or occurrence.is_followed
@@ -355,7 +362,7 @@ class Arrivals(BatchThread[_Came]):
         self.act(put_back)
 
     def _note(self, fates: Sequence[tuple[_Came, Fate | None]]) -> None:
-        """Record the fates of occurrences, and the occurrences that wait now."""
+        """Record the fates of occurrences, and the occurrences that are waiting now."""
         listed: dict[str, int | None] = {}
         lost: list[tuple[Occurrence, str]] = []
         for came, _ in fates:

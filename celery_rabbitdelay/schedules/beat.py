@@ -32,7 +32,7 @@ _FORMER: Final = (
 
 
 class _Plan(Schedules):
-    """Collects the schedules that would be put, instead of storing them.
+    """Collects the schedules instead of storing them.
 
     Attributes:
         puts: The arguments of ``_put`` by schedule name: first occurrence, message, and whether the
@@ -54,8 +54,8 @@ class BeatEntries:
         schedules: The schedules of the application.
 
     Attributes:
-        puts: The planned arguments of ``_put``, by schedule name.
-        digest: A hash of the entries, equal in all processes of the same code.
+        puts: The arguments of ``_put`` by schedule name, before anything is stored.
+        digest: A hash of the entries; all processes with the same code compute the same hash.
     """
 
     def __init__(self, schedules: Schedules) -> None:
@@ -66,7 +66,7 @@ class BeatEntries:
         self._prefix = f"beat:{self._application}:"
         self._records = schedules._records
         self._is_current: bool | None = None
-        # As in a worker: finalizing the application may add entries.
+        # Finalize the application first, as a worker does, because this may add entries.
         app.loader.import_default_modules()
         app.finalize()
         plan = _Plan(app)
@@ -96,7 +96,8 @@ class BeatEntries:
             if not is_forced and int(found.get(self.digest, 0)) > wall_clock.ms() - FLAPPING_MS:
                 logger.warning(_FORMER)
                 return False
-            # Stored first: if Redis then loses schedules put below, it has lost this note too.
+            # Store the hash first: if Redis then loses schedules that are put below, it has lost
+            # the hash too.
             if found.get("current") != self.digest:
                 self._records.take_over(self._application, found.get("current"), self.digest)
             for name, put in self.puts.items():
@@ -157,7 +158,7 @@ def _plan_entry(plan: _Plan, name: str, entry: Any) -> None:
 
 
 def idle_beat(sender: Any, **_: Any) -> None:
-    """Let ``celery beat`` send nothing if workers have taken over its entries."""
+    """Keep ``celery beat`` from sending if workers have taken over its entries."""
     if not sender.app.rabbitdelay.available:
         return
     from celery import beat  # a slow import (20 ms) that few programs need

@@ -50,8 +50,8 @@ HEAL_AFTER_MS: Final = 60_000
 #: was paused, or was skipped because the previous run had not ended.
 Fate = Literal["ran", "cancelled", "late", "paused", "overlapped"]
 
-#: The headers and properties whose change is an edit of the schedule. All others differ from one
-#: send to the next.
+#: The headers and properties whose change is an edit of the schedule. All other headers and
+#: properties differ from one send to the next.
 _OF_HEADERS: Final = ("shadow", "timelimit", "ignore_result", "compression")
 _OF_PROPERTIES: Final = ("priority", "delivery_mode", "content_type", "content_encoding")
 
@@ -103,8 +103,8 @@ def of_task(
 def registry_headers(occurrence: Occurrence, is_tracked: bool) -> dict[str, object]:
     """Return the registry's headers for a new message of an occurrence.
 
-    The registry treats all messages of an occurrence as the same one; the schedule's record decides
-    which of them runs.
+    The registry treats all messages of an occurrence as the same message; the schedule's record
+    decides which message runs.
     """
     text = occurrence._replace(message=new_copy()).text
     headers: dict[str, object] = {SCHEDULE: text, ONCE: True}
@@ -112,7 +112,7 @@ def registry_headers(occurrence: Occurrence, is_tracked: bool) -> dict[str, obje
 
 
 def is_tracked(delayed: Delayed) -> bool:
-    """Return whether a message is tracked, and so listed while it waits."""
+    """Return whether a message's task is tracked, that is, listed while it waits."""
     return TRACKED in delayed.message.headers.registry
 
 
@@ -169,7 +169,7 @@ def captured(
 
 
 def canonical(value: object) -> str:
-    """Return a text that is, as far as possible, the same for equal values in all processes."""
+    """Return a text that all processes compute alike for equal values, as far as possible."""
     if isinstance(value, Mapping):
         pairs = sorted((canonical(key), canonical(item)) for key, item in value.items())
         return f"{{{pairs}}}"
@@ -226,7 +226,7 @@ def send_all(delays: Delays, messages: Sequence[Delayed]) -> None:
     """Sign and send messages, and register the tracked ones.
 
     Raises:
-        PublishError: A message was not confirmed. All other messages were sent.
+        PublishError: A message was not confirmed. The other messages were sent.
     """
 
     def sign(producer: DelayedProducer, delayed: Delayed) -> Delayed:
@@ -278,8 +278,8 @@ class NotedSchedule(NamedTuple):
 
     Attributes:
         order: A number that grows with every edit and with the deletion.
-        ahead_ms: The instant whose message waits, in milliseconds since 1970-01-01 UTC; None if
-            the schedule has no further instant.
+        ahead_ms: The instant whose message waits, in milliseconds since 1970-01-01 UTC; None if the
+            schedule has no more instants.
         done_ms: The instant decided last; -1 if no instant was decided.
         occurrence: The waiting occurrence; None if the schedule was deleted or has ended, or Redis
             has lost the occurrence.
@@ -288,7 +288,7 @@ class NotedSchedule(NamedTuple):
         is_deleted: Whether the schedule was deleted.
         is_paused: Whether the schedule is paused.
         is_sent: Whether ``put`` got the confirm of the first occurrence.
-        missed_ms: When a worker noticed that the occurrence is missing; 0 if none has.
+        missed_ms: When a worker noticed that the occurrence is missing; 0 if no worker did.
         healed_ms: When the occurrence was last sent again; 0 for never.
         last: The due time, the arrival and the fate of the last occurrence that arrived; None if
             unknown.
@@ -334,15 +334,16 @@ class NotedSchedule(NamedTuple):
             return None
 
     def since(self, now_ms: int) -> int:
-        """Return the instant after which an edit begins; a due occurrence still runs unedited."""
+        """Return the instant from which an edit applies; a due occurrence still runs unedited."""
         is_due = not self.is_deleted and self.ahead_ms is not None and self.ahead_ms <= now_ms
         return max(self.ahead_ms - 1 if is_due and self.ahead_ms else now_ms, self.done_ms)
 
     def heals(self, now_ms: int) -> Literal["now", "soon", "no"]:
         """Return whether to send the missing occurrence again.
 
-        The occurrence is first recorded as missed, then sent one and a half repair intervals later.
-        Until then, a worker that has decided the occurrence restores a decision that Redis lost.
+        The occurrence is first recorded as missing, and sent one and a half repair intervals later.
+        In the meantime, a worker that has decided about the occurrence restores the decision if
+        Redis lost it.
         """
         if self.occurrence is None:
             return "no"
@@ -359,8 +360,9 @@ class Decided(NamedTuple):
     """The decision on an arrived message; see ``lua/decide.lua``.
 
     Attributes:
-        goes_on: Whether the message goes on; otherwise it is dropped.
-        following_ms: The instant whose message must be published first; None if no message must.
+        goes_on: Whether the message is processed; otherwise it is dropped.
+        following_ms: The instant of the message that must be published first; None if no message
+            must be.
         is_paused: Whether the schedule is paused.
         order: The order of the following message.
         is_lost: Whether Redis has lost the schedule's message.
@@ -436,11 +438,11 @@ class Records:
 
         Args:
             name: The name of the schedule.
-            before: Its record as read before the edit.
+            before: The schedule's record, as read before the edit.
             order: The order of the edit.
             put: The occurrence that is sent now; None deletes the schedule.
             message: The message that occurrences send.
-            paused: Whether the schedule is paused; None leaves that as it is.
+            paused: Whether the schedule is paused; None to keep its state.
 
         Returns:
             Whether the edit was stored; False if the record has changed since it was read.
@@ -470,7 +472,7 @@ class Records:
     def decide(
         self, arriving: Sequence[Arriving], *, notes_again: bool = False
     ) -> list[Decided | None]:
-        """Decide whether messages go on, in one round trip per server.
+        """Decide whether messages are processed or dropped, in one round trip per server.
 
         Args:
             arriving: The messages.
@@ -512,7 +514,8 @@ class Records:
         Args:
             came: The occurrences and their fates.
             due: The next due times of their schedules, as for :meth:`note_due`.
-            lost: For schedules whose message Redis has lost: the waiting occurrence, the message.
+            lost: The waiting occurrence and the message, for schedules whose message Redis has
+                lost.
         """
 
         def add(pipeline: Any) -> None:

@@ -2,8 +2,8 @@
 
 cronsim parses cron expressions and computes their times; Celery's crontabs arrive parsed. When
 daylight saving time begins, a skipped time is due in the first minute after the gap; when it ends,
-a repeated time counts once. A rule for all hours of the day is due whenever the clock shows its
-minutes.
+a repeated time counts once. A rule that applies to all hours of the day is due whenever the clock
+shows its minutes.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ class Recurrence(NamedTuple):
     """The instants at which a schedule is due.
 
     Attributes:
-        rules: The rules, whose instants are united: ``every`` and an interval in milliseconds,
-            counted from ``start_ms``; a cron expression; or ``crontab`` and the fields of Celery's
-            crontab, which requires both the day of the month and the day of the week to match.
+        rules: The rules; the schedule is due at the instants of all rules. A rule is ``every`` and
+            an interval in milliseconds, counted from ``start_ms``; a cron expression; or
+            ``crontab`` and the fields of Celery's crontab, which requires both the day of the month
+            and the day of the week to match.
         zone: The time zone of cron expressions: an IANA name or an offset such as UTC+05:30.
         start_ms: The earliest instant, in milliseconds since 1970-01-01 UTC.
         end_ms: The latest instant; None for no end.
@@ -101,14 +102,14 @@ class Recurrence(NamedTuple):
                 as ``@daily``; or a list of these.
             zone: The time zone of cron expressions: an IANA name or an offset such as UTC+05:30.
             start: The earliest instant: an aware datetime or its ISO 8601 text. Intervals count
-                from it; without it, from 1970-01-01 UTC, so that an interval of an hour is due on
-                the hour.
+                from this instant or, without it, from 1970-01-01 UTC, so that an interval of an
+                hour is due on the hour.
             end: The latest instant, in the same forms.
             exclude: Days in the time zone without instants: a date or its text, or a list of these.
 
         Raises:
             InvalidSchedule: An argument is invalid, or no instant is ever due. An end in the past
-                is no error.
+                is allowed.
             InvalidDelay: ``start`` or ``end`` is naive.
             ValueError: The text of ``start`` or ``end`` is not ISO 8601.
         """
@@ -283,10 +284,10 @@ MAX_NAME: Final = 222
 #: The longest jitter, in milliseconds: a day.
 MAX_JITTER_MS: Final = 86_400_000
 
-#: The treatment of an occurrence while another run of its schedule has not ended.
+#: What happens to an occurrence if another run of its schedule has not ended.
 Overlap = Literal["allow", "skip", "queue-one"]
 
-#: After missed occurrences, run one for all of them, or run them all, one after the other.
+#: After missed occurrences, run a single one, or run all of them, one after the other.
 LAST: Final = -1
 ALL: Final = -2
 
@@ -300,9 +301,10 @@ class Occurrence(NamedTuple):
         name: The name of the schedule.
         instant_ms: The instant, in milliseconds since 1970-01-01 UTC.
         recurrence: The recurrence of the schedule.
-        catch_up_ms: How many milliseconds late it may still run; :data:`LAST` or :data:`ALL`.
+        catch_up_ms: How many milliseconds late the occurrence may still run; or :data:`LAST` or
+            :data:`ALL`.
         jitter_ms: The largest jitter in milliseconds. The jitter is computed from the instant.
-        overlap: The treatment while another run of the schedule has not ended.
+        overlap: What happens if another run of the schedule has not ended: skip, wait or run.
         options: The options of the task.
         order: A number that grows with every edit of the schedule.
         revision: A fingerprint of the arguments of ``put``.
@@ -363,7 +365,7 @@ class Occurrence(NamedTuple):
 
     @property
     def due_ms(self) -> int:
-        """The due time: the instant plus a jitter that is the same in all processes."""
+        """The due time: the instant plus the jitter, which all processes compute alike."""
         words = f"{self.name}:{self.instant_ms}".encode()
         return self.instant_ms + zlib.crc32(words) % (self.jitter_ms + 1)
 

@@ -42,9 +42,9 @@ class _Run:
     """A run in this worker.
 
     Attributes:
-        lease: Takes, renews or releases the lease, whose token identifies this arrival; see
+        lease: Takes, renews or releases the lease; the lease's token identifies this arrival. See
             :meth:`.Store.lease`.
-        waits: Returns whether the task waits in Celery for its rate limit; None until Celery has
+        waits: Returns whether Celery makes the task wait for its rate limit; None until Celery has
             the task.
         is_seen: Whether Celery had the task at the last check.
     """
@@ -57,7 +57,7 @@ class _Run:
         """Return whether Celery had the task and has finished it."""
         if self.waits is None:
             return False
-        # A task that leaves the rate limit's bucket is in neither place for an instant.
+        # A task that leaves the rate limit's bucket is for an instant neither there nor reserved.
         was_seen, self.is_seen = self.is_seen, self.waits() or task_id in state.requests
         return not (was_seen or self.is_seen)
 
@@ -80,7 +80,7 @@ def forget_what_has_not_begun() -> None:
 
 
 def try_start(registry: Registry, occurrence: Occurrence) -> bool:
-    """Take the lease for an occurrence; return True if it may run, also if Redis is away."""
+    """Take the lease for an occurrence; return True if it may run, or if Redis is away."""
     family = f"{occurrence.task_id} "
     key = registry.names.of("running", occurrence.name)
     lease = partial(registry.store.lease, key, family + new_copy())
@@ -107,13 +107,12 @@ def given(consumer: Any, delivery: Delivery) -> None:
 
 
 def queue(registry: Registry, occurrence: Occurrence, lasts_ms: int) -> bool:
-    """Take or release the place of the single occurrence that waits for the end of a run.
+    """Take or release the one place for an occurrence that waits for the end of a run.
 
     Every edit of a schedule has its own place. So a waiting occurrence of an earlier edit, which
-    will be dropped, blocks no occurrence of the new one.
+    will be dropped, does not block occurrences of the new edit.
 
-    Returns:
-        Whether the occurrence has the place; True also if Redis does not answer.
+    Returns: Whether the occurrence has the place; True if Redis does not answer.
     """
     key = registry.names.of("queued", f"{occurrence.order}:{occurrence.name}")
     with suppress(RegistryUnavailable):  # the lease expires by itself

@@ -42,14 +42,14 @@ from celery_rabbitdelay.schedules.recurrence import (
 
 logger = getLogger(__name__)
 
-#: The options of a send that a schedule takes. All other options concern a single message.
+#: The options of a send that a schedule supports. All other options concern a single message.
 OPTIONS: Final = frozenset(
     {"queue", "exchange", "routing_key", "priority", "serializer", "headers", "ignore_result"}
     | {"time_limit", "soft_time_limit", "shadow", "argsrepr", "kwargsrepr", "link", "link_error"}
     | {"retry", "retry_policy", "compression", "delivery_mode", "mandatory"}
 )
 
-#: The number of instants searched for the shortest gap between two.
+#: The number of instants that are searched for the shortest interval.
 INSTANTS: Final = 50
 
 #: The delay of a triggered task, in milliseconds: the registry decides on delayed tasks only.
@@ -80,7 +80,7 @@ class Schedule(NamedTuple):
         next_id: The task id of the next occurrence; cancel it to skip the occurrence.
         is_paused: Whether the schedule is paused.
         recurrence: When it is due.
-        overlap: The treatment of an occurrence while another run has not ended.
+        overlap: What happens to an occurrence if another run has not ended.
         catch_up: Which missed occurrences run: "last", "all", or the largest lateness in seconds.
         jitter: The largest jitter of an occurrence, in seconds.
         last: The due time, the arrival and the fate of the last occurrence that arrived; None if
@@ -128,7 +128,7 @@ class Schedule(NamedTuple):
     def exported(self) -> dict[str, Any]:
         """Return the arguments of :meth:`.Schedules.put`, as values that kombu's JSON takes.
 
-        Only the task's own arguments may have other values, if its serializer is not JSON.
+        Only the task's own arguments may be of other types, if its serializer is not JSON.
         """
         when, start_ms, end_ms = self.recurrence, self.recurrence.start_ms, self.recurrence.end_ms
         return {
@@ -158,7 +158,7 @@ class Schedules:
         app: The application.
 
     Raises:
-        RegistryRequired: It has no ``rabbitdelay_registry_url``.
+        RegistryRequired: ``rabbitdelay_registry_url`` is not set.
     """
 
     def __init__(self, app: DelayingCelery) -> None:
@@ -197,22 +197,23 @@ class Schedules:
                 UTC+05:30. By default the crontab's own, or else the application's (see Celery's
                 ``timezone`` and ``enable_utc``).
             start: The earliest instant: an aware datetime or its ISO 8601 text. Intervals count
-                from it.
+                from this instant.
             end: The latest instant, in the same forms.
             exclude: Days in the time zone without occurrences: a date or its text, or a list of
                 these.
-            jitter: The largest jitter, in seconds or as a timedelta. Every occurrence is late by
-                a part of the jitter, so that schedules do not all come due at once.
-            overlap: The treatment of an occurrence while another run of the schedule has not ended:
-                ``"skip"`` skips it, ``"queue-one"`` lets one wait for the end and skips all
-                others, ``"allow"`` runs it at the same time. The default is ``"skip"`` for a
-                timedelta whose ``catch_up`` is ``"last"``, otherwise ``"allow"``. A run whose
+            jitter: The largest jitter, in seconds or as a timedelta. Each occurrence is late by a
+                random-looking but fixed part of the jitter, so that not all schedules come due at
+                once.
+            overlap: What happens to an occurrence if another run of the schedule has not ended:
+                ``"skip"`` skips it, ``"queue-one"`` lets one occurrence wait for the end and skips
+                the other ones, ``"allow"`` runs it at the same time. The default is ``"skip"`` for
+                a timedelta whose ``catch_up`` is ``"last"``, otherwise ``"allow"``. A run whose
                 worker was killed counts as ended after a minute.
-            catch_up: Which missed occurrences run: ``"last"`` runs one for all of them, however
+            catch_up: Which missed occurrences run: ``"last"`` runs one in place of all, however
                 late; ``"all"`` runs all, one after the other; a number of seconds or a timedelta
                 runs the occurrences that are late by at most this time.
             paused: Whether the schedule is paused; None leaves that as it is.
-            **options: Further options of the task: see :data:`OPTIONS`.
+            **options: Other options of the task: see :data:`OPTIONS`.
 
         Returns:
             The schedule; None if its end has passed.
@@ -227,7 +228,8 @@ class Schedules:
             known = ", ".join(sorted(OPTIONS))
             raise InvalidSchedule(name, f"takes the options {known}, not {sorted(unknown)}")
         self.app.rabbitdelay.check_protocol()
-        # As with beat, a crontab may bring its own time zone, such as one of django-celery-beat.
+        # As with beat, a crontab may have its own time zone, such as a crontab of
+        # django-celery-beat.
         zone = getattr(when, "__dict__", {}).get("tz", self.app.timezone)
         recurrence = Recurrence.of(when, timezone or _zone_of(zone), start, end, exclude)
         words: dict[str, int] = {word: ms for ms, word in _CATCH_UPS.items()}
@@ -264,7 +266,7 @@ class Schedules:
         """Put a schedule from the values of :meth:`.Schedule.exported`, with changes.
 
         Raises:
-            InvalidSchedule: As :meth:`put`, or the exporting program could not read the arguments.
+            InvalidSchedule: See :meth:`put`; or the exporting program could not read the arguments.
         """
         given = {**exported, **changes}
         if given.get("args", ()) is None:
@@ -337,11 +339,11 @@ class Schedules:
         return is_known
 
     def trigger(self, name: str) -> AsyncResult[Any] | None:
-        """Send the task of a schedule now, as an extra run; return None for an unknown schedule."""
+        """Send the task of a schedule now, as an additional run; None for an unknown schedule."""
         (noted,) = self._records.get([name])
         if noted is None or not noted.message:
             return None
-        # For the registry this is a task like any other.
+        # For the registry, this task is an ordinary task.
         task_id, pattern = str(uuid4()), restored(noted.message, "")
         headers = {COPY: new_copy(), TRACKED: True} if record.is_tracked(pattern) else {}
         sent = record.filled(pattern, task_id, wall_clock.ms() + AT_ONCE_MS, headers)
@@ -363,8 +365,8 @@ class Schedules:
     def heal(self) -> list[str]:
         """Send missing occurrences again; return the names of their schedules.
 
-        Workers call this regularly. If an occurrence was only late, the first of its two messages
-        to arrive decides, and the other one is dropped.
+        Workers call this regularly. If an occurrence was only late, it has two messages: the first
+        one that arrives counts, and the other one is dropped.
         """
         now_ms, records = wall_clock.ms(), self._records
         names = list(records.overdue(now_ms - record.HEAL_AFTER_MS))

@@ -36,7 +36,7 @@ MAX_ARGUMENTS: Final = 100
 
 @cache
 def application_of(options: ApplicationOptions) -> Celery:
-    """Return the application; a process caches it for further partitions.
+    """Return the application; a process caches it for other partitions.
 
     Raises:
         InvalidOption: The application does not exist, or does not use this package.
@@ -85,7 +85,7 @@ def briefly(method: Callable[ParametersT, ReturnT]) -> Callable[ParametersT, Ret
 
 
 def brief(error: Exception) -> Exception:
-    """Return an error, without its traceback if it is of this package or of a connection.
+    """Return an error; drop the traceback of this package's errors and of connection errors.
 
     Spark shows a driver the traceback first, although it adds nothing to the text.
     """
@@ -95,7 +95,7 @@ def brief(error: Exception) -> Exception:
 
 
 def find_task(app: Celery, name: str | None, allows_unknown: bool) -> CeleryTask | None:
-    """Return a task of the application; None if it may be sent by its name alone.
+    """Return a task of the application; None if its name alone suffices.
 
     Args:
         app: The application; if it is made from a URL, it knows no tasks.
@@ -125,10 +125,10 @@ def find_task(app: Celery, name: str | None, allows_unknown: bool) -> CeleryTask
 def numbers_taken(
     task: CeleryTask | None, types: Mapping[str, T.DataType], options: WriteOptions
 ) -> Sequence[int]:
-    """Return each number of positional arguments that fits a task and the columns of a write.
+    """Return the numbers of positional arguments that fit a task and the columns of a write.
 
     Args:
-        task: The task; None for one that takes any.
+        task: The task; None if its signature is unknown.
         types: The types of the columns.
         options: The options of the write.
 

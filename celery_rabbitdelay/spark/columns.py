@@ -39,8 +39,8 @@ MICROSECOND: Final = timedelta(microseconds=1)
 def task_id(job_id: str, values: Mapping[str, object] | Sequence[object]) -> str:
     """Return the id of the task that a write sends for a row.
 
-    Use the id to find the task again: to cancel it, or to look for its result. The function opens
-    no connection and needs no Spark session.
+    With the id, you can cancel the task or get its result. The function opens no connection and
+    needs no Spark session.
 
     Args:
         job_id: The option ``jobId`` of the write. For a stream, ``f"{job_id}:{batch}"`` with the
@@ -51,7 +51,7 @@ def task_id(job_id: str, values: Mapping[str, object] | Sequence[object]) -> str
             ``Row``, and a timestamp an aware datetime in any time zone.
 
     Raises:
-        InvalidOption: There are no values.
+        InvalidOption: No values are given.
         TypeError: JSON cannot express one of the values.
     """
     if isinstance(values, str | bytes) or not isinstance(values, Mapping | Sequence) or not values:
@@ -109,7 +109,7 @@ def alphabetical(names: Iterable[str]) -> list[str]:
 
 LENGTHS: Final = "a number of seconds, or an interval of days to seconds"
 
-#: The types of the columns that have a meaning of their own, and what they take, in words.
+#: The types of the columns with a special meaning, and the accepted values in words.
 TYPES: Final[Mapping[str, tuple[tuple[type[T.DataType], ...], str]]] = {
     "delay": ((T.NumericType, T.DayTimeIntervalType), LENGTHS),
     "eta": ((T.TimestampType,), "a timestamp; cast others to timestamp"),
@@ -150,7 +150,8 @@ class Taken(NamedTuple):
     """A row of the DataFrame, or several rows of one envelope.
 
     Attributes:
-        shared: The arguments that the row shares with others; meaningless if the row is invalid.
+        shared: The arguments that the row shares with other rows; meaningless if the row is
+            invalid.
         row: The row for ``send_many``, with its id; the error of an invalid row; or rows that Spark
             has serialized.
         given: All values of the row, by the names of the columns in :attr:`Columns.types`.
@@ -162,7 +163,7 @@ class Taken(NamedTuple):
 
 
 class Columns:
-    """Reads rows of one schema, which may be that of a grouped DataFrame.
+    """Reads rows of one schema, even from a grouped DataFrame.
 
     Args:
         schema: The schema.
@@ -170,8 +171,8 @@ class Columns:
 
     Attributes:
         schema: The schema; for a grouped DataFrame, the schema before it was grouped.
-        types: The type of each column. A column with a meaning of its own is found in upper or
-            lower case, and has its usual name here.
+        types: The type of each column. A column with a special meaning may be in upper or lower
+            case in the schema, and has its usual name here.
         identity: The names of the columns that ids are derived from, in their order.
         are_shared: Whether all rows have the same :class:`Shared`.
         shared: The shared arguments as the options give them.

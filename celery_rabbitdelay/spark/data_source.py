@@ -29,7 +29,7 @@ from celery_rabbitdelay.spark.application import application_of, brief, briefly,
 from celery_rabbitdelay.spark.options import ReadOptions, WriteOptions
 from celery_rabbitdelay.spark.write import Writer
 
-#: What readers yield.
+#: The values that readers yield.
 Rows: TypeAlias = "Iterator[tuple[object, ...] | pa.RecordBatch]"
 
 
@@ -64,7 +64,7 @@ class RabbitDelayDataSource(DataSource):
             InvalidColumn: The schema is invalid.
         """
         if overwrite:
-            raise InvalidOption("mode", "overwrite", "takes append: no task is overwritten")
+            raise InvalidOption("mode", "overwrite", "takes append: tasks cannot be overwritten")
         return Writer(schema, WriteOptions.of(self.options))
 
     @briefly

@@ -1,8 +1,8 @@
 """Writes values as text in Spark's own engine: as JSON, and as Python's ``repr``.
 
-The texts have to equal Python's in every character: the task's id is derived from one, and its
-message holds the others. Where Spark cannot guarantee that (a quotation mark in a string, the tenth
-digit of a double), :func:`is_exact` is false, and Python writes the row.
+The texts have to equal Python's in every character: a task's id is derived from the JSON text, and
+its message contains the texts. Where Spark cannot guarantee that (a quotation mark in a string, the
+tenth digit of a double), :func:`is_exact` is false, and Python writes the row.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Style(NamedTuple):
     is_sorted: bool = False
 
 
-#: As kombu's JSON.
+#: The notation of kombu's JSON.
 JSON: Final = Style(", ", ": ", '"', "null")
 
-#: As the JSON that ids are derived from.
+#: The notation of the JSON from which ids are derived.
 COMPACT: Final = Style(",", ":", '"', "null", is_sorted=True)
 
-#: As ``repr()``.
+#: The notation of ``repr()``.
 SHOWN: Final = Style(", ", ": ", "'", "None")
 
 
@@ -141,7 +141,7 @@ def _is_exact(value: Column, kind: T.DataType) -> Column:
             is_same = _rounded(value).cast("double") == value
             return is_same & (F.abs(value) < DOUBLE_BOUND) & is_no_negative_zero
         case T.StringType():
-            # Without a collation, which regular expressions do not take.
+            # Drop the collation, because regular expressions do not accept it.
             return value.cast("string").rlike(PLAIN)
         case T.DateType():
             return F.year(value).between(1, 9999)
@@ -177,7 +177,7 @@ def all_of(conditions: Sequence[Column]) -> Column:
 
 
 def joined(*parts: str | Column) -> Column:
-    """Return texts one after the other; null if one of them is null."""
+    """Concatenate texts; null if a text is null."""
     return F.concat(*(F.lit(part) if isinstance(part, str) else part for part in parts))
 
 
@@ -206,7 +206,7 @@ def interval_micros(value: Column) -> Column:
 
 
 def _elements(value: Column, kind: T.DataType, style: Style) -> Column:
-    """Return the elements of an array as text; in a faster way for simple ones without nulls."""
+    """Return the elements of an array as text; faster for simple elements without nulls."""
     if isinstance(kind, T.StringType | T.IntegralType):
         quote = style.quote if isinstance(kind, T.StringType) else ""
         listed = F.array_join(value.cast("array<string>"), f"{quote}{style.comma}{quote}")

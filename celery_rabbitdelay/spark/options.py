@@ -29,7 +29,7 @@ class Option(NamedTuple):
     Attributes:
         takes: The values in words, for errors.
         read: Parses a text, or raises :class:`ValueError`.
-        only_with: The value of ``what``, or the protocol, that it needs; empty for any.
+        only_with: The value of ``what``, or the protocol, that the option requires; empty if none.
     """
 
     takes: str = ""
@@ -53,7 +53,7 @@ def _one_of(*words: str) -> Option:
 
 
 def _as_duration(text: str) -> str:
-    """Return one of Spark's durations, such as "interval '1' minute", as this package writes it."""
+    """Convert a Spark duration, such as "interval '1' minute", to this package's format."""
     text = re.sub(r"^\s*interval\b|'", "", text.lower())
     text = re.sub(r"(?<=[\d\s])(?:millisecond|milli|msec)s?\b", "ms", text)
     long = r"(?<=[\d\s])(week|day|hour|min(?:ute)?|sec(?:ond)?)s?\b"
@@ -78,7 +78,8 @@ class ApplicationOptions(NamedTuple):
 
     Attributes:
         app: The import path of the application, as for ``celery -A``; None without one.
-        broker: The URL of RabbitMQ; given without its password, which is then inserted.
+        broker: The URL of RabbitMQ. Users pass it without the password, which is inserted from
+            ``broker_password``.
         broker_password: The password. Spark hides options of this name in plans and logs
             (``spark.redaction.regex``).
         registry: The URL of the registry's Redis, without its password.
@@ -108,7 +109,7 @@ class ApplicationOptions(NamedTuple):
         """Read the options, whose names are in lower case.
 
         Raises:
-            InvalidOption: Neither ``app`` nor ``broker`` is given, or both are, or a URL contains a
+            InvalidOption: Not exactly one of ``app`` and ``broker`` is given, or a URL contains a
                 password.
         """
         app, broker = given.get("app"), given.get("broker")
@@ -162,16 +163,16 @@ class WriteOptions(NamedTuple):
         job_id: The text from which, with the columns, the tasks' ids are derived. None: a random
             one, or for a stream the id of its query.
         id_column: The columns that identify a row; None for all.
-        job: A job that the caller has opened, and commits or aborts; None if the write is a job of
-            its own.
+        job: A job that the caller has opened, and will commit or abort; None to make the write a
+            job itself.
         job_expires: Seconds after which the tasks of a write are dropped if the write was
             neither committed nor aborted.
         max_rate: The maximum number of tasks a second, over all partitions; None for no limit.
         kwargs_from_columns: Whether columns without a special meaning become keyword arguments.
-        past: What becomes of rows whose delay is negative, or whose ``eta`` had passed when the
-            write began. ``send``: their tasks run at once. ``refuse``: they are refused as invalid
-            rows. ``drop``: they are counted, and not sent.
-        on_error: ``collect``: refused rows are written to ``errors_path`` while the others are
+        past: How to treat rows whose delay is negative, or whose ``eta`` had passed when the write
+            began. ``send``: their tasks run at once. ``refuse``: they are refused as invalid rows.
+            ``drop``: they are counted, and not sent.
+        on_error: ``collect``: refused rows are written to ``errors_path``, and all other rows are
             sent. ``fail``: the first refused row ends the write.
         errors_path: The folder for refused rows; None if they are not collected.
     """
@@ -226,7 +227,7 @@ class ReadOptions(NamedTuple):
     """The options of a read.
 
     Attributes:
-        application: The application whose levels or registry are read.
+        application: The application; the read is about its levels or registry.
         what: ``pending``, ``levels`` or ``undeliverable``.
         partitions: The number of partitions.
         task: Only the tasks of this name.
@@ -304,7 +305,7 @@ def _known(options: Mapping[str, str], cls: type[NamedTuple]) -> dict[str, str]:
     # Spark passes these two options of its own to every streaming sink.
     names = (*_OPTIONS[ApplicationOptions], *_OPTIONS[cls], "checkpointLocation", "path")
     for name in given.keys() - {each.lower() for each in names}:
-        # Without its value, which may be a password.
+        # Do not show the value, which may be a password.
         raise InvalidOption(name, None, f"is unknown{suggestion(name, names)}")
     return given
 

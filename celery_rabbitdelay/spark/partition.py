@@ -1,4 +1,4 @@
-"""Sends the rows of one partition by ``send_many``; refused rows end it, or are collected."""
+"""Sends the rows of one partition with ``send_many``; collects refused rows, or stops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from celery_rabbitdelay.spark.options import WriteOptions
 CHUNK_BYTES: Final = 64_000_000
 ROW_BYTES: Final = 1000
 
-#: The further columns of refused rows: the error's name and its text, the job of the write, and
+#: The additional columns of refused rows: the error's name and its text, the job of the write, and
 #: Spark's partition and attempt, such as "3.0".
 FURTHER: Final = tuple(f"rabbitdelay_{each}" for each in ("error", "reason", "job", "attempt"))
 
@@ -67,8 +67,9 @@ class Counts:
         messages: The number of confirmed messages.
         envelopes: The number of confirmed messages that hold several rows.
         resent: How often a message was published again.
-        dropped: The number of rows that were not sent because they were past (``past = "drop"``).
-        seconds: The seconds of sending, added up over the partitions.
+        dropped: The number of rows that were dropped because their due time had passed (``past =
+            "drop"``).
+        seconds: The total sending time of all partitions, in seconds.
         refused: The number of refused rows, by the name of the error.
     """
 
@@ -82,7 +83,7 @@ class Counts:
     refused: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: object) -> None:
-        """Add the counts that another report has."""
+        """Add the counts of another report."""
         for name in [each.name for each in fields(Counts) if hasattr(report, each.name)]:
             setattr(self, name, getattr(self, name) + getattr(report, name))
 
@@ -132,7 +133,7 @@ class PartitionSender:
         """
         try:
             if self.columns.are_shared and self.options.errors_path is None:
-                # No row need be kept.
+                # The rows need not be kept.
                 taken = self.columns.taken(batches, ids)
                 self._send_many(self.columns.shared, filter(None, map(self._row, taken)))
             else:
@@ -164,7 +165,7 @@ class PartitionSender:
         return row.delay is not None and seconds(row.delay) < 0
 
     def _task(self, name: str) -> CeleryTask | str:
-        """Return a task, or its name if only that is known.
+        """Return a task, or its name if only the name is known.
 
         Raises:
             InvalidRow: The application does not know the task.
@@ -246,7 +247,7 @@ class PartitionSender:
         self._refused.append([*taken.given.values(), *texts])
 
     def _write_refused(self) -> None:
-        """Write the refused rows, with the types that they have in Spark, and their errors."""
+        """Write the refused rows, with their types in Spark, and their errors."""
         if self.options.errors_path is None or not self._refused:
             return
         # Parquet cannot store a column that has only nulls.

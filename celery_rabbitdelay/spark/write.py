@@ -1,8 +1,8 @@
 """A write: each partition is sent by an executor, and Spark's commit lets all tasks run.
 
-With a registry, a write is a job: the executors open it, its tasks do not run before Spark commits,
-and none of them runs if Spark aborts. So it does no harm to send a partition twice, or in part.
-Without a registry, each task is sent at least once.
+With a registry, a write is a job, which the executors open. The job's tasks do not run before Spark
+commits, or at all if Spark aborts. So Spark may send a partition twice or only in part without
+harm. Without a registry, each task is sent at least once.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def dispatch(
         frame: The rows; see the guide for its columns.
         task: The task or its name, if there is no column ``task``. Without ``app`` and ``broker``,
             a task is sent by its own application, which executors import.
-        group: Whether Spark groups tasks that are due together, as :func:`.grouped` does. None: if
-            there is a tolerance, and the columns can be grouped.
+        group: Whether Spark groups tasks that are due together, as :func:`.grouped` does. None to
+            group if there is a tolerance, and the columns allow it.
         **options: The options of a write.
 
     Returns:
@@ -198,7 +198,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
         """Commit the jobs, so that their tasks run: all partitions are sent.
 
         Raises:
-            JobClosed: The job has expired, so none of its tasks runs.
+            JobClosed: The job has expired, so its tasks do not run.
             RegistryUnavailable: Redis does not answer; the job expires.
         """
         app = application.application_of(self._options.application)
@@ -209,7 +209,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
 
     @application.briefly
     def abort(self, messages: Messages, batchId: int | None = None) -> None:  # noqa: N803
-        """Abort the jobs, so that none of their tasks runs: a partition has failed."""
+        """Abort the jobs, because a partition has failed; their tasks do not run."""
         app = application.application_of(self._options.application)
         # Only the executors know a micro-batch's job, which is the same for all of them.
         jobs = {each.job for each in messages if isinstance(each, PartitionReport)}

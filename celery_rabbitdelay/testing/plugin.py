@@ -60,10 +60,10 @@ def _option(config: pytest.Config, name: str) -> str:
 
 @pytest.fixture(scope="session")
 def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServer | Named]:
-    """Return the RabbitMQ of this run: the one that the option names, or a private one.
+    """Return the RabbitMQ of this run: the server that the option names, or a private server.
 
-    ``url`` is its URL. Tests may kill a private RabbitMQ. On another one, the run has a virtual
-    host of its own.
+    ``url`` is its URL. Tests may kill a private RabbitMQ. On another RabbitMQ, the run has its own
+    virtual host.
     """
     if url := _option(request.config, "broker"):
         from celery_rabbitdelay.testing.session import own_virtual_host
@@ -78,7 +78,7 @@ def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServe
 
 @pytest.fixture(scope="session")
 def rabbitdelay_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer | Named]:
-    """Return the Redis of this run: the one that the option names, or a private one.
+    """Return the Redis of this run: the server that the option names, or a private server.
 
     ``url`` is its URL. Tests may kill and suspend a private Redis.
     """
@@ -105,7 +105,7 @@ def rabbitdelay_celery_app(request: pytest.FixtureRequest) -> object:
 
 @pytest.fixture(scope="session")
 def _rabbitdelay_sessions() -> list[Session]:
-    """Return a list with the session of the application that uses the servers now."""
+    """Return a list that holds the session of the application that uses the servers now."""
     return []
 
 
@@ -137,8 +137,8 @@ def _rabbitdelay_session(
 def rabbitdelay_app(_rabbitdelay_session: Session) -> Iterator[Celery]:
     """Return the application, on the servers of this run, with nothing waiting anywhere.
 
-    The delay levels have their own prefix. A registry, and a result backend in Redis, move to the
-    Redis of this run.
+    The delay levels get their own prefix. A registry, and a result backend in Redis, use the Redis
+    of this run.
     """
     with _rabbitdelay_session.clean():
         yield _rabbitdelay_session.app
@@ -150,8 +150,9 @@ def rabbitdelay_worker(
 ) -> Worker | None:
     """Return a worker of the application; it has ``log``, ``kill()`` and ``start()``.
 
-    All tests of an application share one process, which is started again if a test has killed it.
-    With ``rabbitdelay_worker = thread``, the worker runs in this process, and the fixture is None.
+    All tests of an application share one worker process, which is restarted if a test has killed
+    it. With ``rabbitdelay_worker = thread``, the worker runs in this process, and the fixture is
+    None.
     """
     if _option(request.config, "worker") == "thread":
         _rabbitdelay_session.worker_in_thread()

@@ -50,7 +50,7 @@ class _Noted:
 
 
 class RecordedRegistry(Registry):
-    """Decides in memory what scripts decide in Redis.
+    """Makes in memory the decisions that scripts make in Redis.
 
     Functions that need Redis raise :class:`.NotRecorded`.
 
@@ -142,7 +142,7 @@ class RecordedRegistry(Registry):
                 yield number, word
 
     def _claim(self, claim: rule.Arrival | rule.Registration) -> str:
-        """Return "superseded" or "replaced" if a task is not the newest under its key; else ""."""
+        """Return "superseded" or "replaced" if a task is not the newest with its key; else ""."""
         own, newest = (claim.ticket.order, claim.task_id), self._newest.get(claim.key, (0, ""))
         if own < newest:
             return "replaced" if newest[1] == claim.task_id else "superseded"
@@ -223,7 +223,7 @@ class _Index(Index):
     def parts(
         self, wanted: Filter, after: tuple[int, str] | None = None, most: int | None = None
     ) -> Iterator[Part]:
-        """Yield all tasks in one part, sorted by due time."""
+        """Yield one page with all tasks, sorted by due time."""
         earliest, listed = instant_of(self.least_ms()), self.tasks(self.registry.listed())
         found = [each for each in listed if each.due >= earliest and wanted.matches(each)]
         found.sort(key=lambda each: (each.due, each.task_id))
@@ -250,9 +250,9 @@ class _Job:
 
     Attributes:
         job_id: Its id.
-        expires_ms: When it is aborted unless committed, in milliseconds since 1970.
+        expires_ms: When the job is aborted unless committed, in milliseconds since 1970.
         free_ms: When another job may take its name, in the same unit.
-        ended: "committed" or "aborted"; empty before.
+        ended: "committed" or "aborted"; empty while the job is open.
     """
 
     job_id: str
@@ -295,7 +295,7 @@ class _Jobs(Jobs):
 
 
 class _Pauses(Pauses):
-    """The pauses, and when they began."""
+    """The pauses, with their start times."""
 
     @cached_property
     def _since(self) -> dict[str, str]:

@@ -40,7 +40,7 @@ from celery_rabbitdelay.testing.recorded_registry import RecordedRegistry
 from celery_rabbitdelay.testing.sent import Address, Recorded, Sent, Take, Wanted
 from celery_rabbitdelay.testing.worker import Clock, going_by
 
-#: :meth:`Recording.run_due` stops after this many tasks: they seem to send one another endlessly.
+#: :meth:`Recording.run_due` stops after this many tasks, because they seem to send tasks endlessly.
 MAX_RUNS: Final = 10_000
 
 
@@ -55,7 +55,7 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
             sent.one(remind, args=[order.id], delay=timedelta(days=3))
             sent.run_due(within=timedelta(days=3))
 
-    This is a fake, for fast unit tests: it contacts no broker and no Redis, nothing waits, and no
+    This fake is for fast unit tests: it contacts no broker and no Redis, nothing waits, and no
     worker runs. Sends are checked, routed and serialized as usual, so a wrong delay or an unknown
     queue raises the same error. The behaviour of RabbitMQ, Redis and workers is not tested: use
     :class:`.Travel` for that.
@@ -66,14 +66,15 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
     - The registry is kept in memory if ``rabbitdelay_registry_url`` is set. Schedules, and calls
       that ask the broker, raise :class:`.NotRecorded`.
     - Commands to workers (``app.control``) get no answer; ``revoke`` cancels recorded tasks.
-      Events that a task sends itself, and result backends of single tasks, are not replaced.
+      The fake does not replace events that a task sends itself, and result backends of single
+      tasks.
     - In nested blocks, the innermost one records.
 
     Args:
         app: The application, a :class:`celery_rabbitdelay.Celery` or an installed one.
 
     Raises:
-        TypeError: The application is neither.
+        TypeError: The application is neither of these.
     """
     if not isinstance(app, Celery):
         raise TypeError(
@@ -104,7 +105,7 @@ class Recording:
 
     Attributes:
         recorded: The tasks, in the order in which they were sent.
-        fake_broker: Takes the application's messages.
+        fake_broker: Records the application's messages.
         lock: Held while the record changes.
         clock: The package's clock in the block, which :meth:`run_due` sets ahead.
     """
@@ -114,7 +115,7 @@ class Recording:
         self.lock: threading.RLock = threading.RLock()
         self._app = app
         self.clock: Clock = Clock(wall_clock.ns)
-        # Read for its settings, and never opened.
+        # Used for its settings, and never opened.
         connection = app.connection_for_write()
         publisher = RecordingPublisher(connection, self._record)
         producer = RecordingProducer(connection, self._record)
@@ -133,8 +134,7 @@ class Recording:
                 and have to be exact to the millisecond; for a task that was sent with an ``eta``,
                 the actual ``delay`` may be up to 5 s shorter. ``due`` and ``expires`` are aware
                 datetimes, and may be 5 s off; ``expires`` may also be a length of time after the
-                send. Of ``headers``, only the given ones are compared. A list is equal to a
-                tuple.
+                send. Only the given names of ``headers`` are compared. A list is equal to a tuple.
 
         Raises:
             AssertionError: No send, or several sends, have these fields. The error lists the sends,
@@ -149,7 +149,7 @@ class Recording:
         raise AssertionError(f"Expected one send of {wanted}; {number}. {listed}")
 
     def none(self, task: celery.Task[Any, Any] | str | None = None, **fields: Any) -> None:
-        """Assert that no send has these fields, which are as for :meth:`one`.
+        """Assert that no send has these fields; for the fields, see :meth:`one`.
 
         Raises:
             AssertionError: A send has these fields; the error lists all such sends.
@@ -180,19 +180,20 @@ class Recording:
 
         Tasks that are cancelled, expired or superseded do not run, and their results become
         ``REVOKED``. Tasks that this application does not know, paused tasks and tasks of an open
-        job go on waiting; without ``within``, held tasks are left for another call.
+        job keep waiting; without ``within``, held tasks wait for another call.
 
         Args:
-            within: Seconds, or a timedelta: how far from now tasks may be due; None for all.
+            within: Seconds, or a timedelta: run only tasks that are due within this time from now;
+                None for all.
 
         Returns:
             The tasks that ran, in their order.
 
         Raises:
             Exception: The error of a task that failed; its error callbacks are recorded. Another
-                call goes on with the tasks after it.
-            RuntimeError: Tasks send one another endlessly, or the block has ended or is not the
-                innermost one.
+                call continues with the following tasks.
+            RuntimeError: Tasks send other tasks endlessly, or the block has ended or is not the
+                innermost block.
         """
         if self._app.rabbitdelay.fake_broker is not self.fake_broker:
             raise RuntimeError(
@@ -234,7 +235,7 @@ class Recording:
             return min(filter(comes, self.recorded), key=lambda task: task.at_ms, default=None)
 
     def _arrive(self, task: Recorded, ran: list[Sent]) -> None:
-        """Treat a task as a worker does when it arrives; add it to ``ran`` if it runs."""
+        """Handle an arriving task as a worker would; add it to ``ran`` if it runs."""
         task.waits = False
         decision = self._decided(task)
         request = Request(task.message, app=self._app)
@@ -281,7 +282,7 @@ class Recording:
             signals.send(signal, self._app, task.sent.task_id, task.arrival.due_ms)
 
     def _postponed(self, task_id: str, due_ms: int) -> None:
-        """Show the new due time of a waiting task, whose message is put back when it arrives."""
+        """Show the new due time of a postponed task; its message is put back when it arrives."""
         for each in self.recorded:
             if each.waits and each.sent.task_id == task_id and due_ms > each.arrival.due_ms:
                 each.sent = replace(each.sent, due=instant_of(due_ms))
@@ -299,7 +300,7 @@ class Recording:
 
 
 class RecordingPublisher(Publisher):
-    """Takes the messages that would wait in the levels; all count as confirmed.
+    """Records the messages that would wait in the levels; all count as confirmed.
 
     Args:
         connection: A connection to the broker, which is never opened.
@@ -317,7 +318,7 @@ class RecordingPublisher(Publisher):
         done: Callable[[Publication], None] | None = None,
         **options: object,
     ) -> None:
-        """Take messages, as :meth:`.Publisher.publish_all` publishes them."""
+        """Record messages; replaces :meth:`.Publisher.publish_all`."""
         for publication in publications:
             # For delayed tasks, it is DelayedProducer.address with its arguments.
             address: Any = publication.address
@@ -328,7 +329,7 @@ class RecordingPublisher(Publisher):
 
 
 class RecordingProducer(Producer):
-    """Takes the messages that would go straight to their queues.
+    """Records the messages that would go straight to their queues.
 
     Args:
         connection: A connection to the broker, which is never opened.
@@ -372,7 +373,7 @@ class ResultsInMemory(CacheBackend):
         """Return the result of a task.
 
         Raises:
-            NotRecorded: The task has not run, and a wait would be endless.
+            NotRecorded: The task has not run, so waiting would be endless.
         """
         meta = self.get_task_meta(task_id)
         if meta["status"] not in states.READY_STATES:

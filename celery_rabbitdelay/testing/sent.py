@@ -21,7 +21,7 @@ from celery_rabbitdelay.worker.restore import restore
 #: some time between reading the clock and sending.
 SLACK: Final = timedelta(seconds=5)
 
-#: The most sends that a failed assertion lists, the closest matches first.
+#: The maximum number of sends that a failed assertion lists, the closest matches first.
 MAX_LISTED: Final = 20
 
 
@@ -31,19 +31,19 @@ class Sent:
 
     Attributes:
         task: The task's name.
-        args: Its positional arguments, as its worker gets them: JSON turns tuples into lists.
-        kwargs: Its keyword arguments, as its worker gets them.
+        args: The positional arguments, as the worker receives them: JSON turns tuples into lists.
+        kwargs: The keyword arguments, as the worker receives them.
         task_id: Its id.
-        due: When it may start, an aware datetime.
+        due: When the task may start, an aware datetime.
         delay: The time from the send to ``due``.
         has_eta: Whether it was sent with an ``eta``, so that ``delay`` was measured.
-        tolerance: How much later it may start.
+        tolerance: How much later the task may start: its tolerance.
         exchange: The exchange that its worker sees; empty for the default exchange.
         routing_key: The routing key that its worker sees.
         queue: The name of the queue that it goes to; None if the exchange decides.
-        priority: Its priority; 0 if none was given.
+        priority: The priority; 0 if the send had none.
         expires: When it expires, an aware datetime; None for never.
-        headers: Celery's and the user's headers of its message, without this package's.
+        headers: The message's headers of Celery and of the user, without this package's.
         key: The key that it was sent with; None without one.
         job: The job that it was sent with; None without one.
         once: Whether only the first message with its id runs.
@@ -86,8 +86,8 @@ class Address(NamedTuple):
     queue: str | None = None
 
 
-#: Takes a message, its address, and its due time. Messages in the levels have a due time, and their
-#: address is in their headers; for all others, the due time is None and the address counts.
+#: Called with a message, its address, and its due time. Messages in the levels have a due time, and
+#: their address is in their headers; other messages have the given address, and no due time.
 Take: TypeAlias = Callable[[amqp.Message, Address, delay.Due | None], None]
 
 
@@ -96,13 +96,13 @@ class Recorded:
     """A recorded task.
 
     Attributes:
-        sent: Its send, for tests.
+        sent: The send, as tests see it.
         arrival: The arrival that the registry decides about.
-        message: Its message, as a worker receives it.
-        at_ms: When it arrives at a worker, in milliseconds since 1970-01-01 UTC.
-        has_waited: Whether it comes from the levels, so that the registry decides about it.
-        waits: Whether it has not arrived yet, or waits again.
-        is_held: Whether it was put back because its job is open or it is paused.
+        message: The task's message, as a worker receives it.
+        at_ms: When the task arrives at a worker, in milliseconds since 1970-01-01 UTC.
+        has_waited: Whether the task comes from the levels, so that the registry decides about it.
+        waits: Whether the task has not arrived yet, or waits again.
+        is_held: Whether the task was put back because its job is open or because it is paused.
     """
 
     sent: Sent
@@ -115,7 +115,7 @@ class Recorded:
 
     @classmethod
     def of(cls, message: amqp.Message, address: Address, due: delay.Due | None) -> Self | None:
-        """Return the task of a message; None for a note or an event.
+        """Return the task of a message; None if the message is not a task.
 
         Args:
             message: The message.

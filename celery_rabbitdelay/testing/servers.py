@@ -53,7 +53,7 @@ def wait_for(
     """Wait until ``condition()`` is true.
 
     Args:
-        condition: Called again and again; its exceptions go to the caller.
+        condition: Called repeatedly; its exceptions go to the caller.
         what: The name of the condition, for the error.
         timeout: Seconds until the wait times out.
         interval: Seconds between two calls; more if a call takes much processor time.
@@ -68,7 +68,7 @@ def wait_for(
             return
         if time.monotonic() > deadline:
             raise TimeoutError(f"timed out after {timeout:g} s, waiting for {what}")
-        # An expensive condition would take processor time from the thing that it checks.
+        # An expensive condition would take processor time from the server that it checks.
         time.sleep(max(interval, 4 * (time.thread_time() - spent)))
 
 
@@ -233,7 +233,7 @@ class Server(Process):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kill the server without warning (SIGKILL); its data stays for the next :meth:`start`."""
+        """Kill the server abruptly (SIGKILL); its data stays for the next :meth:`start`."""
         self._end(signal.SIGKILL)
 
     def suspend(self) -> None:
@@ -245,7 +245,7 @@ class Server(Process):
             wait_for(lambda: ") T " in state.read_text(), f"{self.package} to freeze")
 
     def resume(self) -> None:
-        """Let a suspended server go on (SIGCONT)."""
+        """Let a suspended server continue (SIGCONT)."""
         os.killpg(self.pid, signal.SIGCONT)
 
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:

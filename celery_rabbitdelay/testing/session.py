@@ -46,7 +46,7 @@ class Worker(Process):
     Args:
         name: The application, as ``module:attribute``.
         folder: The folder that it shares with the test.
-        options: Further options of ``celery worker``.
+        options: Other options of ``celery worker``.
     """
 
     def __init__(self, name: str, folder: Path, options: Sequence[str]) -> None:
@@ -77,7 +77,7 @@ class Worker(Process):
         wait_for(self._takes_tasks, "a worker that takes tasks", servers.START_TIMEOUT)
 
     def kill(self) -> None:
-        """Kill the worker and its pool without warning (SIGKILL)."""
+        """Kill the worker and its pool abruptly (SIGKILL)."""
         self._end(signal.SIGKILL)
         (self.folder / worker_module.WORKER).unlink(missing_ok=True)
 
@@ -95,8 +95,8 @@ class Worker(Process):
 class Session:
     """Moves an application to servers for tests, until the session is closed.
 
-    The levels get a prefix of their own. A registry, and a result backend in Redis, move to the
-    Redis for tests.
+    The levels get their own prefix. A registry, and a result backend in Redis, use the Redis for
+    tests.
 
     Args:
         app: The application.
@@ -261,8 +261,8 @@ def own_virtual_host(broker_url: str, management_url: str = "") -> Iterator[str]
 
     Args:
         broker_url: The broker; its user gets all permissions there.
-        management_url: The management API, with a user that is an administrator; empty for the
-            default port of the broker's host, and its user.
+        management_url: The URL of the management API, with an administrator as its user; empty for
+            the default port on the broker's host, with the broker's user.
 
     Yields:
         The URL of the virtual host.

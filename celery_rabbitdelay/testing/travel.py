@@ -8,12 +8,12 @@ Tasks wait on a real broker, and a real worker runs them; only the waiting is sk
         assert order.reminded
 
 The package's own clock, in the test and in its worker, stops at every due time until all due tasks
-have run. Therefore tasks that a task sends on the way fall due on the way, too. All other code sees
-the real time; see :attr:`Travel.code_sees_it`.
+have run. Therefore tasks that a task sends during the travel also come due during the travel. All
+other code sees the real time; see :attr:`Travel.code_sees_it`.
 
-A test cannot change the clock of a broker. During a travel, it therefore consumes all waiting
-messages, and all that are sent meanwhile, from the levels' queues. It publishes due messages
-without a delay, and all others at the end, with the rest of their delays.
+A test cannot change the clock of a broker. During a travel, it therefore consumes all messages from
+the levels' queues, including messages that are sent during the travel. The travel publishes due
+messages without a delay, and all other messages at the end, with their remaining delays.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ FORGET: Final = "for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call
 
 
 class DidNotSettle(AssertionError):
-    """Tasks that fell due at one instant of a travel did not end in time."""
+    """Tasks that came due at one instant of a travel did not end in time."""
 
 
 class Travel:
@@ -108,7 +108,7 @@ class Travel:
         self._why_ended = why_ended
         self._held: HeldMessages | None = None
         self._connection: Connection
-        # Answers to an earlier test may come late; its numbers are smaller.
+        # Answers to an earlier test may come late; they have smaller numbers.
         self._looks = time.monotonic_ns()
         self._shown = ExitStack()
         #: Milliseconds by which the clock is ahead of the machine's uptime.
@@ -154,15 +154,15 @@ class Travel:
         self._show()
 
     def __call__(self, *, to: datetime | None = None, wait: bool = True, **length: float) -> None:
-        """Travel ahead, and run all tasks that fall due on the way.
+        """Travel ahead, and run all tasks that come due on the way.
 
         Tasks run in the order of their due times. A task begins when all tasks that were due before
         have ended, including the tasks that they sent without a delay.
 
         Args:
             to: The instant to travel to, an aware datetime; None: now, plus ``length``.
-            wait: Whether to wait for the tasks. False: all tasks that are due by then are delivered
-                at once.
+            wait: Whether to wait for the tasks. With False, all tasks that are due by then are
+                delivered at once.
             **length: How far to travel: ``weeks``, ``days``, ``hours``, ``minutes``, ``seconds``,
                 as for :class:`~datetime.timedelta`.
 
@@ -246,7 +246,8 @@ class Travel:
     ) -> bool:
         """Go from one due time to the next until a condition is true; return whether it is.
 
-        Held tasks arrive again first: their job may have been committed, or be over.
+        Held tasks arrive again first, because their job may have been committed or may have
+        expired.
         """
         self._expected = 0
         self._settle(held)
@@ -292,8 +293,8 @@ class Travel:
     def _settle(self, held: HeldMessages) -> None:
         """Wait until all due tasks have ended and the messages that they sent are held.
 
-        The worker's queues are first in, first out: if the worker has taken nothing between two
-        looks, no message was on its way to it.
+        The worker's queues are first in, first out: if the worker has received nothing between two
+        looks (see :mod:`.testing.worker`), no message was on its way to it.
         """
         deadline = time.monotonic() + self._timeout
         while True:
@@ -322,7 +323,7 @@ class Travel:
         None if there is no worker.
 
         Raises:
-            DidNotSettle: The worker does not come to rest.
+            DidNotSettle: The worker does not become idle.
         """
         try:
             queues = json.loads((self._folder / WORKER).read_text())
@@ -369,7 +370,7 @@ class HeldMessage(NamedTuple):
 
     Attributes:
         due_ms: When it leaves the levels, in milliseconds since 1970-01-01 UTC.
-        tag: Its delivery tag, which grows with every message.
+        tag: The message's delivery tag, which grows with every message.
         message: The message.
     """
 
@@ -385,7 +386,7 @@ class HeldMessages:
     yet then exist twice.
 
     Args:
-        like: A connection to the broker; the others are clones of it.
+        like: A connection to the broker; the other connections are its clones.
         topology: The levels.
         signing_keys: The keys that sign messages; None: messages are not signed.
 
@@ -440,7 +441,7 @@ class HeldMessages:
             self._read(f"{self._on_their_way.total()} messages from the levels' queues")
 
     def release(self, until_ms: int) -> list[str]:
-        """Publish messages that are due by an instant to delivery; return their routing keys.
+        """Publish messages that are due by an instant to the delivery exchange; return the keys.
 
         Args:
             until_ms: The instant, in milliseconds since 1970-01-01 UTC.
@@ -451,7 +452,7 @@ class HeldMessages:
         return self._publish(due)
 
     def wake(self) -> None:
-        """Let due messages that were put back leave now: their tasks may not be held any more."""
+        """Let due messages that were put back leave now: their tasks may no longer be held."""
         now_ms = wall_clock.ms()
         for number, each in enumerate(self.messages):
             headers, _ = parse(headers_of(each.message))
@@ -460,7 +461,7 @@ class HeldMessages:
         heapq.heapify(self.messages)
 
     def put_back(self) -> None:
-        """Put all messages into the levels, for the rest of their delays."""
+        """Put all messages into the levels, for their remaining delays."""
         self._stop()
         messages, self.messages = sorted(self.messages), []
         self._publish(messages)
@@ -479,7 +480,7 @@ class HeldMessages:
         """Cancel the consumers, and delete the queue of copies.
 
         If the queue of copies were deleted with its connection, the broker would nack messages that
-        are published meanwhile, although the levels have them, and they would be sent again.
+        are being published, although the levels have them, and the messages would be sent again.
         """
         self._source.cancel()
         if self._tap:
@@ -523,7 +524,7 @@ class HeldMessages:
             self._read("marks")
 
     def _read(self, what: str) -> None:
-        """Read and take what the broker sends.
+        """Read the messages that the broker sends.
 
         Raises:
             TimeoutError: The broker sends nothing.
@@ -557,7 +558,7 @@ class HeldMessages:
     def _leaves_at(self, message: amqp.Message) -> int:
         """Return when a message leaves the levels, in milliseconds since 1970-01-01 UTC.
 
-        That is its due time, or the end of the pause before its next attempt.
+        A message leaves at its due time, or at the end of the pause before its next attempt.
         """
         headers, _ = parse(headers_of(message))
         now_ms, due_ms = wall_clock.ms(), headers.early.until_ms or headers.due_ms or 0

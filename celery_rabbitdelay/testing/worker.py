@@ -1,12 +1,13 @@
 """The clock of a travel, and a worker that follows this clock and reports when it is idle.
 
-The clock is a file of three numbers that a test, its workers and their forks map into memory. It is
-based on the machine's monotonic clock, which libraries that fake the time leave alone.
+The clock is a file of three numbers that a test, its workers and their forks map into memory. The
+clock is based on the machine's monotonic clock, which libraries that fake the time do not change.
 
 ``python -m celery_rabbitdelay.testing.worker FOLDER MODULE:APP OPTION...`` runs ``celery worker``
-with this clock and the settings in the folder. During a travel, the test sends a *look* through
-every queue that the worker consumes. A look has the form of a task, and does not run: the worker's
-consumer acknowledges it at once, and answers until the worker has finished everything before it.
+with this clock and the settings in the folder. During a travel, the test sends a *look*, a probe
+message, through every queue that the worker consumes. A look has the format of a task but does not
+run: the worker's consumer acknowledges it at once, and sends answers until the worker has finished
+everything that arrived earlier.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ NUMBER: Final = "look"
 #: The files in the folder: the settings, the UDP port of the test, and the worker's queues.
 SETTINGS, ANSWERS, WORKER = "settings.json", "answers", "worker"
 
-#: Seconds between two answers to a look until the worker is at rest.
+#: Seconds between two answers to a look until the worker is idle.
 ANSWER_EVERY: Final = 0.005
 
 
@@ -63,7 +64,7 @@ class Clock:
     """A clock of one process; all values are nanoseconds since 1970-01-01 UTC.
 
     Args:
-        base: The clock that it follows while it is not stopped.
+        base: The clock that this clock follows while it is not stopped.
     """
 
     def __init__(self, base: Callable[[], int]) -> None:
@@ -79,7 +80,7 @@ class Clock:
         self._numbers[_STANDS_AT] = ns
 
     def go_on(self) -> None:
-        """Go on from the instant at which it was stopped."""
+        """Continue from the instant at which the clock was stopped."""
         self._numbers[_AHEAD] = self.ns() - self._base()
         self._numbers[_STANDS_AT] = 0
 
@@ -88,7 +89,7 @@ class SharedClock(Clock):
     """A clock of all processes that take part in a test.
 
     Args:
-        folder: The folder of its file.
+        folder: The folder of the clock's file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +103,7 @@ class SharedClock(Clock):
             self.reset()
 
     def reset(self) -> None:
-        """Show the real time again."""
+        """Return to the real time."""
         self._numbers[_AHEAD] = time.time_ns() - time.monotonic_ns()
         self._numbers[_STANDS_AT] = self._numbers[_SHOWN] = 0
 
@@ -124,9 +125,9 @@ class SharedClock(Clock):
 def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
     """Let this process and its forks follow a clock in a block.
 
-    A travel passes days within the seconds for which answers of the registry and of the broker are
-    cached. So no answer is cached, and tasks expire by this clock as well. A travel stops whenever
-    a held task asks the registry again. So all held tasks ask rarely, and at the same time.
+    Within the seconds for which answers of the registry and of the broker are cached, a travel may
+    pass days. So no answer is cached. Tasks expire by this clock too. A travel stops whenever a
+    held task asks the registry again. So all held tasks ask rarely, and at the same time.
 
     Args:
         clock_ns: Returns the nanoseconds since 1970-01-01 UTC.
@@ -151,7 +152,7 @@ def _maybe_expire(request: Request) -> bool:
 
 
 def shown(instant: datetime) -> AbstractContextManager[object]:
-    """Return a context in which all code sees an instant, and time goes on from there.
+    """Return a context in which all code sees an instant, and time continues from there.
 
     Raises:
         ModuleNotFoundError: The package ``time-machine`` is not installed.
@@ -162,7 +163,7 @@ def shown(instant: datetime) -> AbstractContextManager[object]:
 
 
 class Rest(RabbitMQStep):
-    """Counts the messages that a worker has taken and not settled, and answers looks.
+    """Counts the messages that a worker has received and not settled, and answers looks.
 
     Args:
         consumer: The worker's consumer.
@@ -201,7 +202,7 @@ class Rest(RabbitMQStep):
         written.replace(path)
 
     def look(self, number: int) -> None:
-        """Answer a look again and again until the worker is at rest."""
+        """Answer a look repeatedly until the worker is idle."""
         unfinished = self._unfinished()
         if unfinished:
             self._consumer.timer.call_after(ANSWER_EVERY, lambda: self.look(number))

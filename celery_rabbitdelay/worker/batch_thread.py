@@ -1,4 +1,4 @@
-"""A thread beside the worker's event loop that works on items in batches."""
+"""A thread that works on items in batches, outside the worker's event loop."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ ItemT = TypeVar("ItemT")
 
 
 class BatchThread(ABC, Generic[ItemT]):
-    """A thread that waits for servers, so that the worker's event loop does not.
+    """A thread that waits for servers, so that the worker's event loop need not wait.
 
-    Items that arrive during a batch make up the next one. Actions that only the event loop may run
-    go back to the loop, which a socket wakes. With gevent and eventlet, the thread is a greenlet.
+    Items that arrive during a batch make up the next batch. The thread passes actions that only the
+    event loop may run to the loop, and wakes it by a socket. With gevent and eventlet, the thread
+    is a greenlet.
 
     Args:
         consumer: The worker's consumer, on one connection.
@@ -75,7 +76,7 @@ class BatchThread(ABC, Generic[ItemT]):
         hub.add_reader(self._wakes, self._run_actions)
 
     def give(self, item: ItemT, seconds: float = 0.0) -> None:
-        """Give the thread an item to work on, after some seconds."""
+        """Give the thread an item to work on, optionally after some seconds."""
         with self._changed:
             heappush(self._given, (time.monotonic() + seconds, next(self._numbers), item))
             self._changed.notify()
@@ -126,7 +127,7 @@ class BatchThread(ABC, Generic[ItemT]):
         return math.inf
 
     def gather_for(self, first: int) -> float:
-        """Return for how many seconds to wait for more items after the first ones."""
+        """Return how many seconds to wait for more items after the first items."""
         return 0.0
 
     def _run(self) -> None:
@@ -135,7 +136,7 @@ class BatchThread(ABC, Generic[ItemT]):
             try:
                 work()
             except Exception:  # the thread has to live on
-                logger.exception("%s: a batch failed; the thread goes on.", self.name)
+                logger.exception("%s: a batch failed; the thread continues.", self.name)
             work = partial(self.work, self._next_batch())
 
     def _run_actions(self) -> None:
@@ -164,7 +165,7 @@ class BatchThread(ABC, Generic[ItemT]):
         return batch
 
     def _due(self, most: int) -> list[ItemT]:
-        """Take at most ``most`` of the items whose start time has come."""
+        """Take the items whose start time has come, at most ``most``."""
         due: list[ItemT] = []
         now = time.monotonic()
         while self._given and self._given[0][0] <= now and len(due) < most:

@@ -46,10 +46,10 @@ logger = logging.getLogger(__name__)
 class WorkerDeclaration:
     """Declares the levels, and a worker's queues with their bindings.
 
-    The worker's consumer and its modules have separate connections. The first one that connects
+    The worker's consumer and its modules have separate connections. The first of these connections
     declares everything for all of them. After a lost connection, the broker may have lost its
     state: the next connection looks for missing levels, and declares the levels only if some are
-    missing. After a restart of the broker, all workers connect at once, and looking takes a tenth
+    missing. After a restart of the broker, all workers connect at once, and checking takes a tenth
     of the time of declaring.
 
     Args:
@@ -61,7 +61,7 @@ class WorkerDeclaration:
         self._lock = Lock()
         self._has_declared = False
         #: The brokers where everything is declared: with a fail-over list, connections may reach
-        #: different ones.
+        #: different brokers.
         self._brokers: set[str] = set()
 
     def declare(self, connection: Connection) -> None:
@@ -143,7 +143,7 @@ class DelayLevels(RabbitMQStep):
         """Replace Celery's ``DelayedDelivery`` step."""
         included: bool = super().include(consumer)
         if included:
-            # That step would declare Celery's native delayed delivery.
+            # Celery's own step would declare its native delayed delivery.
             consumer.steps[:] = [
                 step for step in consumer.steps if not isinstance(step, DelayedDelivery)
             ]
@@ -182,7 +182,7 @@ class RestoreTasks(RabbitMQStep):
     requires = (DelayLevels,)
 
     def create(self, consumer: Consumer) -> None:
-        """Make the consumer refuse a message of ours if Celery raises an error about it."""
+        """Make the consumer refuse a delayed message if Celery raises an error about it."""
         guard_consumer(consumer, partial(_refuse, consumer))
 
     def start(self, consumer: Consumer) -> None:
@@ -190,7 +190,7 @@ class RestoreTasks(RabbitMQStep):
         if not isinstance(consumer.strategies, RestoringStrategies):
             takeover = consumer.app.rabbitdelay.settings.takeover
             consumer.strategies = RestoringStrategies(consumer, takeover, Origins(consumer))
-        # Needed even without takeover: a task may leave the levels before it is due.
+        # This is needed even without takeover: a task may leave the levels before it is due.
         strategies = consumer.strategies
         strategies.early_tasks = EarlyTasks(consumer)
         strategies.early_tasks.start()
@@ -225,8 +225,8 @@ PREFETCH: Final = {CHECK_IN: 1000, DISTRIBUTE: 300}
 #: recommends 5 to 20 (https://www.rabbitmq.com/docs/heartbeats#heartbeats-timeout).
 HEARTBEAT: Final = 20
 
-#: The heartbeat, at least, as a share of ``rabbitdelay_confirm_timeout``: a module sends none while
-#: it waits for an answer.
+#: The minimum heartbeat as a fraction of ``rabbitdelay_confirm_timeout``, because a module sends no
+#: heartbeats while it waits for an answer.
 SHARE: Final = 2 / 3
 
 
@@ -234,7 +234,7 @@ class Modules(RabbitMQStep):
     """Serves the modules and the services of additions, in threads with their own connections.
 
     The threads start after the pool, so that pool processes do not inherit them and their sockets.
-    They keep running when the worker's own consumer reconnects.
+    The threads keep running when the worker's own consumer reconnects.
 
     Args:
         worker: The worker.
@@ -258,7 +258,7 @@ class Modules(RabbitMQStep):
         """Read the names of the modules to serve.
 
         Raises:
-            InvalidSetting: There is no such module; the worker ends.
+            InvalidSetting: The option names an unknown module; the worker ends.
             AdditionMissing: The module belongs to an addition that is not installed; the worker
                 ends.
         """

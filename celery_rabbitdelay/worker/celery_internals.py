@@ -71,7 +71,7 @@ class RabbitMQStep(bootsteps.StartStopStep):
 
 
 class Delivery(NamedTuple):
-    """The arguments with which Celery's consumer calls a task's strategy.
+    """The arguments that Celery's consumer passes to a task's strategy.
 
     Attributes:
         message: The task's message.
@@ -104,16 +104,17 @@ def id_of(message: Message) -> str:
 
 
 def shown(task_id: object) -> str:
-    """Return a task's id, safe for one line of the log: a client may choose any text as an id."""
+    """Return a task's id, escaped for the log: a client may choose any text as an id."""
     return shortened(task_id).strip("'")
 
 
 def bound_bodies(consumer: Consumer, refuse: Callable[[Message, str], None]) -> None:
-    """Mark our messages, and refuse those whose decompressed body exceeds a limit.
+    """Mark delayed messages, and refuse a delayed message whose decompressed body is too large.
 
     The limit is ``rabbitdelay_max_message_bytes``. kombu decompresses a body as soon as it receives
-    the message, in the worker's main process. Messages that have passed neither the levels nor
-    check-in are not ours, and have no limit. Any message with unreadable properties is refused.
+    the message, in the worker's main process. Delayed messages are those that have passed the
+    levels or check-in; other messages have no limit. Any message with unreadable properties is
+    refused.
 
     Args:
         consumer: The worker's consumer, on one connection.

@@ -2,7 +2,7 @@
 
 A worker builds a request from a task's message in its main process, and evaluates parts of it
 later: when it holds the task, takes a slot of its pool, and starts the task. Celery does not expect
-invalid values there: such a value ends the worker, or blocks the slot for good. Which values are
+invalid values there: such a value ends the worker, or blocks the slot permanently. Which values are
 invalid depends on Celery's version, so this module does not list them, but builds the request.
 
 Check-in builds the request as a task's strategy does (``celery.worker.strategy.default``), and
@@ -39,7 +39,7 @@ from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.wire import read_unreadable_properties
 from celery_rabbitdelay.worker.celery_internals import Consumer, Delivery, Request, Worker
 
-#: Takes a message for which Celery has raised an error.
+#: Called with a message about which Celery has raised an error.
 Refuse: TypeAlias = Callable[[Message, Exception], None]
 
 _TASK: Final = "task"
@@ -54,7 +54,7 @@ class _IdlePool:
 
     @staticmethod
     def apply_async(_: object, args: object, **options: object) -> None:
-        # As the prefork pool does for its child processes.
+        # The prefork pool serializes in this way for its child processes.
         pickle.dumps(args)
 
 
@@ -81,7 +81,7 @@ class CeleryRequests:
         self._request = partial(checked, app=app, hostname="check-in", task=task)
 
     def check(self, sent: WaitingMessage) -> bool:
-        """Refuse a message that Celery cannot make a request of, or cannot pass to a pool.
+        """Refuse a message that Celery cannot convert to a request, or cannot pass to a pool.
 
         The headers are always checked; the body is checked only if check-in reads it.
 
@@ -113,13 +113,13 @@ class CeleryRequests:
         return True
 
     def _build(self, message: Message) -> None:
-        # As ``Consumer.create_task_handler`` does.
+        # ``Consumer.create_task_handler`` does the same.
         is_version_1 = _TASK not in message.headers
         fields: object = message.decode() if is_version_1 else message.headers
         if not isinstance(fields, Mapping) or _TASK not in fields:
             return  # not a task: Celery reports that on arrival
         hash(fields[_TASK])  # Celery looks the task up by its name
-        # As ``celery.worker.strategy.default`` does.
+        # ``celery.worker.strategy.default`` does the same.
         payload: Any = message.payload
         if "args" in payload:
             body, headers, decoded, utc = _strategy.hybrid_to_proto2(message, payload)
@@ -135,7 +135,7 @@ class CeleryRequests:
 
 
 def check_request(request: Request) -> None:
-    """Evaluate the parts of a request that Celery reads in the event loop when a task starts.
+    """Evaluate the parts of a request that Celery reads in the event loop at a task's start.
 
     Raises:
         Exception: The error that Celery would raise.
@@ -160,7 +160,7 @@ def is_ours(message: Message) -> bool:
 
 
 def guard_consumer(consumer: Consumer, refuse: Refuse) -> None:
-    """Refuse a message of ours if Celery raises an error about it.
+    """Refuse a delayed message if Celery raises an error about it.
 
     Args:
         consumer: The worker's consumer.
@@ -198,7 +198,7 @@ def run_strategy(consumer: Consumer, delivery: Delivery, refuse: Refuse) -> None
     Args:
         consumer: The worker's consumer.
         delivery: The task's message, as Celery has passed it.
-        refuse: Takes the message, and any other error.
+        refuse: Called with the message and any other error.
     """
     try:
         delivery.go_on()
@@ -213,13 +213,13 @@ def run_strategy(consumer: Consumer, delivery: Delivery, refuse: Refuse) -> None
 
 
 def guard_pool(worker: Worker, refuse: Refuse) -> None:
-    """Refuse a task of ours that the pool cannot take, and free its slot.
+    """Refuse a delayed task that the pool cannot accept, and free its slot.
 
     Celery passes a task to the pool when its message arrives, when its rate limit or its ``eta``
     allows the task, or when another task frees a slot. Each time, it calls ``_process_task``.
 
     Args:
-        worker: The worker. Its pool exists already, its consumer does not.
+        worker: The worker, which has a pool but no consumer yet.
         refuse: Called with the task's message and the error.
     """
     celerys = worker._process_task  # Celery reads it for every task that waits for a slot
@@ -242,7 +242,7 @@ def guard_pool(worker: Worker, refuse: Refuse) -> None:
         else:
             return
         if worker.semaphore is not None:
-            # Not at once: the release starts the next waiting task within this call.
+            # Free the slot later, because that starts the next waiting task within this call.
             worker.hub.call_soon(worker.semaphore.release)
 
     apply = worker.pool.on_apply
@@ -273,7 +273,7 @@ def guard_pool(worker: Worker, refuse: Refuse) -> None:
 
 
 def _forget_job(pool: object, request: Request) -> None:
-    """Remove a job that the prefork pool has not sent; a stopping pool would wait for it."""
+    """Remove a job that the prefork pool has not sent yet; a stopping pool would wait for it."""
     jobs = getattr(getattr(pool, "_pool", None), "_cache", {})
     for job in list(jobs.values()):
         if getattr(job._callback, "__self__", None) is request:

@@ -1,9 +1,10 @@
-"""Early tasks: a task that reaches a worker before it may run goes into the levels.
+"""Early tasks: if a task reaches a worker before it may run, the worker puts it into the levels.
 
-There are three kinds of early tasks. A producer that does not know the levels (plain Celery,
-another language, an older version) sends a task at once, with an ``eta`` in the future: Celery
-would hold the task in the worker. A task may leave the levels before it is due (see
-``modules/forwarding.py``): Celery would start it at once. And the registry may let a due task wait.
+Early tasks are of three kinds. A producer that does not know the levels (plain Celery, another
+language, an older version) sends a task at once, with an ``eta`` in the future: Celery would hold
+the task in the worker. A task may leave the levels before it is due (see
+``modules/forwarding.py``): Celery would start it at once. And the registry may make a due task
+wait.
 """
 
 from __future__ import annotations
@@ -64,14 +65,16 @@ class Early:
         message: The message.
         ack: Acknowledges it: the function that Celery passes to a strategy.
         destination: The queue that it was consumed from; the message's exchange and routing key.
-        until: Until when to wait.
+        until: The end of the wait.
         due_ms: The due time for its new header, in milliseconds since 1970-01-01 UTC.
-        waited: Its parsed headers; None if it has an ``eta`` and was never in the levels.
-        hold: Called if the levels do not take the task: lets the worker hold it, or asks the
-            registry again. None: publishing is retried.
-        why: Why this worker cannot run it; empty if it is only early.
+        waited: The message's parsed headers; None if the task has an ``eta`` and was never in the
+            levels.
+        hold: Called if the levels do not accept the task: lets the worker hold it, or asks the
+            registry again. None to retry publishing.
+        why: Why this worker cannot run the task; empty if the task is only early.
         place: Where it goes. A task of a later version goes into the levels with a ``why``.
-        is_held: Whether the prefetch count is raised for it, because it stays unacknowledged.
+        is_held: Whether the prefetch count is raised for the task, because the task stays
+            unacknowledged.
     """
 
     message: Message
@@ -98,7 +101,7 @@ def waiting_task(
         most: The maximum size of a compressed body after decompression, in bytes.
 
     Raises:
-        MessageTooLarge: Its body is compressed, and exceeds ``most``.
+        MessageTooLarge: The task's body is compressed, and exceeds ``most``.
     """
     size = len(message.body or "")
     if message.headers.get("compression") and size > most:
@@ -157,8 +160,8 @@ def publish_each(
 class EarlyTasks(BatchThread[Early]):
     """Detects early tasks, and puts them back into the levels, in a thread.
 
-    The thread publishes on a connection of its own, so neither the worker's tasks nor its heartbeat
-    wait for a confirm. A message is acknowledged once the broker has confirmed the message that
+    The thread publishes on a separate connection, so that the worker's tasks and its heartbeat do
+    not wait for confirms. A message is acknowledged once the broker has confirmed the message that
     replaces it. If the worker dies before that, the broker redelivers the original.
 
     Args:
@@ -182,17 +185,17 @@ class EarlyTasks(BatchThread[Early]):
     def try_enqueue(
         self, delivery: Delivery, waited: DelayHeaders | None, takes_eta: bool, ask: Action | None
     ) -> bool:
-        """Take a task if it is early; return whether it was taken.
+        """Put a task back into the levels if it is early; return whether it was early.
 
         A task with an ``eta`` counts as early if it is due in more than one tick, and a task from
         the levels if it is due in more than ``rabbitdelay_early_tolerance``. If the levels do not
-        take a task back, the worker holds it until it is due, and then asks the registry, if there
-        is one.
+        accept a task, the worker holds it until it is due, and then asks the registry, if there is
+        one.
 
         Args:
             delivery: The task's message, as Celery has passed it.
-            waited: Its parsed headers; None if it was not in the levels.
-            takes_eta: Whether to take a task with an ``eta``.
+            waited: The task's parsed headers; None if it was not in the levels.
+            takes_eta: Whether to put tasks with an ``eta`` into the levels.
             ask: Asks the registry about a task that has left the levels; None without a registry.
         """
         message, body = delivery.message, delivery.body
@@ -204,7 +207,7 @@ class EarlyTasks(BatchThread[Early]):
             until_ms = self._early.until(waited, lambda: _task_named(message))
             due = None if until_ms is None else Due.until(until_ms)
         if due is None:
-            # It has left the levels in time, or was never in them.
+            # The task has left the levels in time, or was never in the levels.
             waited = None
             due = self._due_by_eta(message, body) if takes_eta else None
         if due is None:
@@ -247,11 +250,11 @@ class EarlyTasks(BatchThread[Early]):
         Args:
             delivery: The task's message, as Celery has passed it.
             waited: Its parsed headers.
-            until_ms: Until when to wait, in milliseconds since 1970-01-01 UTC.
-            due_ms: Its new due time, in the same unit.
-            otherwise: Called in the event loop if the levels do not take it.
-            is_paused: Whether it goes to the queue of paused tasks, and into the levels only if
-                that queue does not take it.
+            until_ms: The end of the wait, in milliseconds since 1970-01-01 UTC.
+            due_ms: The task's new due time, in the same unit.
+            otherwise: Called in the event loop if the levels do not accept the task.
+            is_paused: Whether the task goes to the queue of paused tasks, and into the levels only
+                if that queue does not accept it.
         """
         destination = self.destination(delivery.message, waited)
         if destination is None:
@@ -306,7 +309,7 @@ class EarlyTasks(BatchThread[Early]):
     def leave_to_later_version(self, message: Message, ack: Ack, why: str) -> None:
         """Return a task to the levels, because only a worker of a later version can read it.
 
-        The message stays unchanged. Publishing is retried until the levels take it.
+        The message stays unchanged. Publishing is retried until the levels accept the message.
 
         Args:
             message: The task's received message.
@@ -315,7 +318,7 @@ class EarlyTasks(BatchThread[Early]):
         """
         name = celery_internals.name_of_queue(self._consumer, message)
         if name is None:
-            text = "%s stays unacknowledged, because its queue is unknown, and %s"
+            text = "%s stays unacknowledged, because its queue is unknown and %s"
             logger.warning(text, _task_named(message), why)
             return
         queue = self._consumer.app.amqp.queues.get(name) or kombu.Queue(name, no_declare=True)
@@ -343,7 +346,8 @@ class EarlyTasks(BatchThread[Early]):
         info, name = message.delivery_info, celery_internals.name_of_queue(self._consumer, message)
         queue: kombu.Queue | None = self._consumer.app.amqp.queues.get(name)
         if waited is not None:
-            # The levels or distribution have reached its queue, even if nobody consumes it now.
+            # The levels or distribution have reached the task's queue, even if it has no consumer
+            # now.
             name = name or waited.queue
             if queue is None and name is not None:
                 queue = kombu.Queue(name, no_declare=True)
@@ -355,7 +359,7 @@ class EarlyTasks(BatchThread[Early]):
 
     def work(self, batch: list[Early]) -> None:
         """Publish replacements of messages."""
-        # Without resends, which would block other messages: a retried message gets a new route.
+        # Resends would block other messages. Instead, a retried message gets a new route.
         publish_each(self._delays, batch, self._replacement, self._settled, resends=0)
 
     def _replacement(self, producer: DelayedProducer, early: Early) -> ToPublish:
@@ -387,7 +391,7 @@ class EarlyTasks(BatchThread[Early]):
         return forwarding.without_headers(left) if early.place == "bare" else left
 
     def _task(self, early: Early) -> tuple[WaitingMessage, kombu.Queue | None, Due]:
-        """Return the message of a task for the levels, its queue, and until when it waits."""
+        """Return the message of a task for the levels, its queue, and the end of its wait."""
         waited, until, queue = early.waited, early.until, early.destination.queue
         assert queue is not None
         most = self._delays.settings.max_message_bytes
@@ -421,7 +425,7 @@ class EarlyTasks(BatchThread[Early]):
         elif early.hold is None:
             self._try_refused_again(early, error)
         elif isinstance(error, exceptions.InvalidDelay) and is_ours(early.message):
-            # The eta is too far ahead: a held task would block its place of the prefetch count.
+            # The eta is too far ahead: a held task would use up one of the prefetch count.
             why = f"it cannot wait until its eta: {error}"
             self.act(
                 partial(self._finish, early, partial(self.refuse, early.message, early.ack, why))
@@ -429,7 +433,7 @@ class EarlyTasks(BatchThread[Early]):
         elif early.place == "paused" and (
             isinstance(error, exceptions.MessageNacked) or not isinstance(error, TEMPORARY_ERRORS)
         ):
-            text = "%s cannot join the paused tasks and returns to the levels: %s"
+            text = "%s cannot wait with the paused tasks, and returns to the levels: %s"
             logger.warning(text, _task_named(early.message), error)
             early.place = "levels"
             self.give(early)
@@ -450,7 +454,8 @@ class EarlyTasks(BatchThread[Early]):
     def _try_refused_again(self, early: Early, error: Exception) -> None:
         """Retry publishing a task that this worker cannot run, if necessary without its headers.
 
-        The task's headers may leave no room in a frame for ours, or the broker may refuse them.
+        The task's headers may leave no room in a frame for those of this package, or the broker may
+        refuse them.
         """
         if _is_permanent(error) and early.place != "bare":
             text = "%s is refused with its headers, and goes to undeliverable without them: %s"
@@ -467,7 +472,7 @@ class EarlyTasks(BatchThread[Early]):
     def _try_again(self, early: Early, seconds: float) -> None:
         """Retry a message; raise the prefetch count, as Celery does for a task that it holds.
 
-        The message stays unacknowledged, and would block a place of the prefetch count.
+        The message stays unacknowledged, and would use up one of the prefetch count.
         """
         if not early.is_held:
             early.is_held = True

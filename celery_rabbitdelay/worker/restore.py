@@ -1,4 +1,4 @@
-"""Restore a delayed task when it arrives at a worker, as if it had been sent without a delay.
+"""Restore a delayed task that arrives at a worker, as if it had been sent without a delay.
 
 A hostile client may have written the message. So a retry goes to the exchange in the message's
 headers only if distribution may publish there. With a signing key, a message with headers for the
@@ -32,7 +32,8 @@ logger = get_logger(__name__)
 def may_run_since(waited: DelayHeaders) -> int | None:
     """Return the time from which lateness counts.
 
-    This is the due time, or a later time until which a worker has put the task back.
+    Lateness counts from the due time, or from a later time until which a worker has put the task
+    back.
     """
     return None if waited.due_ms is None else max(waited.due_ms, waited.early.until_ms)
 
@@ -68,7 +69,7 @@ class Origins:
     def checked(
         self, message: Message, headers: DelayHeaders, exchange: str, routing_key: str
     ) -> tuple[str, str]:
-        """Return the exchange and the key for retries: the given ones if they are acceptable."""
+        """Return the exchange and the key for retries: the given origin if it is acceptable."""
         queue = name_of_queue(self._consumer, message) or ""
         if (exchange, routing_key) == ("", queue):
             return exchange, routing_key
@@ -90,8 +91,8 @@ class Origins:
     def is_forged(self, message: Message, headers: DelayHeaders) -> bool:
         """Return whether a message has headers for the registry without a valid signature.
 
-        With such a message, a client that may publish into the levels could make the registry
-        discard the real message of a task.
+        By such a message, a client that may publish into the levels could make the registry discard
+        the real message of a task.
         """
         return bool(headers.registry) and not self._is_signed(message, headers)
 
@@ -132,13 +133,13 @@ class RestoringStrategies(dict[str, Strategy]):
     Celery sets the strategies again on every connection, and when the pool is restarted.
 
     Args:
-        consumer: The consumer, whose present strategies are wrapped.
+        consumer: The consumer; its present strategies are wrapped.
         takeover: Whether tasks with an ``eta`` go into the levels; see ``rabbitdelay_takeover``.
-        origins: Checks the origin of a message; None: all are accepted.
+        origins: Checks the origin of a message; None to accept every origin.
 
     Attributes:
-        early_tasks: Takes the tasks that are not due yet; None between two connections.
-        decisions: Decides about due tasks; None: all of them run.
+        early_tasks: Handles the tasks that are not due yet; None between two connections.
+        decisions: Decides about due tasks; None to run all due tasks.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class RestoringStrategies(dict[str, Strategy]):
                 is_taken = self._take(delivery, takes_eta)
             except Exception:  # the message may be invalid in any way
                 logger.exception(
-                    "Task %s[%s]: its message cannot be restored, and goes to Celery unchanged.",
+                    "Task %s[%s]: its message cannot be restored; Celery gets it unchanged.",
                     task_name,
                     celery_internals.shown(celery_internals.id_of(message)),
                 )
@@ -180,7 +181,7 @@ class RestoringStrategies(dict[str, Strategy]):
         super().__setitem__(task_name, restoring)
 
     def _take(self, delivery: Delivery, takes_eta: bool) -> bool:
-        """Restore a message; return True unless the caller has to pass it to Celery now."""
+        """Restore a message; return False if the caller has to pass it to Celery now."""
         message = delivery.message
         later = later_version(message.headers or {}, message.content_type)
         if later is not None:
@@ -191,7 +192,8 @@ class RestoringStrategies(dict[str, Strategy]):
         origins = self._origins
         waited = restore(message, origins)
         if waited is None:
-            # Otherwise, a retry or a message put back would carry these headers on, signed.
+            # Otherwise, a retry, or the message that is put back, would pass these headers on with
+            # a signature.
             header_names.drop_own(message.headers)
         elif origins is not None and origins.is_forged(message, waited):
             if self.early_tasks is not None:
@@ -220,7 +222,7 @@ class RestoringStrategies(dict[str, Strategy]):
         """Replace the delivery exchange as the origin of a message by the message's queue.
 
         Distribution publishes to that exchange if only a binding leads to the queue. A retry that
-        is published there is undeliverable.
+        is published to the delivery exchange is undeliverable.
         """
         if message.delivery_info.get("exchange") == self._delivery:
             queue = name_of_queue(self._consumer, message)
@@ -238,13 +240,13 @@ def restore(message: Message, origins: Origins | None = None) -> DelayHeaders | 
     The message gets the exchange and the routing key that it would have had without a delay: Celery
     publishes a retry to them. The broker's dead-letter headers are removed. The due time and the
     queue stay readable in ``task.request.headers``. Sentry's time in the queue begins at the due
-    time. For a message from distribution, exchange and routing key are right already, unless a
+    time. A message from distribution already has the right exchange and routing key, unless a
     worker has put the message back into the levels: then distribution has published it to one queue
     through the default exchange.
 
     Args:
         message: The message.
-        origins: Checks the exchange and the routing key in the headers; None: all are accepted.
+        origins: Checks the exchange and the routing key in the headers; None to accept all.
 
     Returns:
         Its parsed headers; None if it was not delayed.

@@ -1,7 +1,7 @@
--- Decide whether an arrived message of a schedule goes on: the rule of schedules.
+-- Decide whether an arrived message of a schedule is processed: the rule of schedules.
 --
 -- An instant is decided once, by the first of its messages that arrives with the schedule's latest order.
--- Afterwards, only that message goes on: if it names the arrival that decided, or if RabbitMQ has redelivered
+-- Afterwards, only that message is processed: if it names the arrival that decided, or if RabbitMQ has redelivered
 -- it. The following message is published and confirmed before the arrived one is acknowledged. The record of
 -- a schedule is a hash:
 --
@@ -26,7 +26,7 @@
 --       and the generation, for follows(); and the instant that follows it (empty for none); then whether
 --       to restore decisions that Redis may have lost by restarting from an older copy: the messages are
 --       then those that decided the latest instants
--- Returns per key whether the message goes on (or is dropped); the instant whose message must be published
+-- Returns per key whether the message is processed (or dropped); the instant whose message must be published
 -- first (empty for none, or if it was published already); whether the schedule is paused; the order of the
 -- message to publish; and whether Redis has lost the schedule's message.
 

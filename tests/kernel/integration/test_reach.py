@@ -49,7 +49,7 @@ def test_queues_that_only_their_producers_know_get_what_is_for_them(
     for arrival in arrivals:
         assert headers.DUE in arrival.message.headers
         assert not {headers.ATTEMPTS, headers.REASON} & arrival.message.headers.keys()
-    wait_for(lambda: "does not take a message" in shop.worker.log, "the first attempt")
+    wait_for(lambda: "does not accept a message" in shop.worker.log, "the first attempt")
     # Another producer, which declares and binds the queue.
     with connection.clone() as other:
         producer = DelayedProducer(Publisher(other), topology, modules=MODULES)

@@ -138,7 +138,7 @@ def test_a_note_is_given_to_the_addition_and_refused_where_there_is_none() -> No
     headers = {header_names.DUE: DUE, JOB: "june", COMMITTED: True}
     note = amqp.Message(b"", application_headers=headers)
     assert list(Distribution(TOPOLOGY, asked=Asked(None)).receive(note)) == []
-    with pytest.raises(UnprocessableMessage, match="this worker has none"):
+    with pytest.raises(UnprocessableMessage, match="this worker has no registry"):
         list(distributed(note))
 
 

@@ -351,7 +351,7 @@ def test_nothing_waits_for_a_full_destination_once_that_is_silent(consumer: Cons
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (NACKED, "rabbitdelay distribution: the queue 'letters' does not take a message, which"),
+        (NACKED, "rabbitdelay distribution: the queue 'letters' does not accept a message; it"),
         (REFUSED, "rabbitdelay distribution: a message is undeliverable: the broker refuses it"),
     ],
 )

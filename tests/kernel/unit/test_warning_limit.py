@@ -31,7 +31,7 @@ def test_each_subject_is_logged_once_a_period_up_to_five(
 
     clock.now_ns += 2 * NS_PER_S
     assert limit.allows("a")
-    assert caplog.messages == ["Refusals: 3 more within 61 s, not logged one by one"]
+    assert caplog.messages == ["Refusals: 3 more within 61 s, not logged individually"]
 
 
 def test_a_new_period_begins_at_once_when_the_cause_is_over(

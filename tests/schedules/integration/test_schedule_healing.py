@@ -171,7 +171,11 @@ def test_an_occurrence_runs_although_its_confirm_comes_after_ten_others(stage: S
         wait_for(lambda: records.get(["a"])[0].done_ms > 0, "the first decision", PATIENCE)
         with Worker(stage.settings):
             stage.until_ran(10)
-            wait_for(lambda: "waits; cannot publish the next one yet" in waits.log, "it", PATIENCE)
+            wait_for(
+                lambda: "waits, because the next occurrence cannot be published" in waits.log,
+                "it",
+                PATIENCE,
+            )
             wait_for(lambda: first in stage.instants(), "the first occurrence", PATIENCE)
             stage.until_none_is_missing()
     assert_each_once(stage.instants())
