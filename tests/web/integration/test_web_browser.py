@@ -166,6 +166,8 @@ def test_a_search_is_completed_as_one_types_and_finds_what_was_pasted(
     send(served, 3)
     (task_id,) = send(served, key=key)
     tab.go("/waiting")
+    names = "return fetch('/api/waiting/completions?q=loo').then(answer => answer.json())"
+    wait_for(lambda: tab.run(names)["completions"], "a reading with the tasks", PATIENCE)
     tab.fill("Search", "due:<1d loo")
     first = "return document.querySelector('#completions option')?.value"
     wait_for(lambda: tab.run(first) == "due:<1d task:look", "the completion", PATIENCE)
