@@ -1,4 +1,4 @@
-"""A browser without a window: asks the page, keeps cookies, and reads its HTML."""
+"""A browser without a window: asks the page, and reads its HTML."""
 
 import asyncio
 import base64
@@ -11,7 +11,7 @@ import httpx
 
 
 def quick_hash(password: str) -> str:
-    """Return a hash as ``hash_password`` does, at the lowest cost: each sign-in computes it."""
+    """Return a hash as ``hash_password`` does, at the lowest cost: the tests compute it."""
     salt = bytes(16)
     key = hashlib.scrypt(password.encode(), salt=salt, n=2, r=1, p=1, dklen=32)
     return ":".join(
@@ -27,6 +27,7 @@ class Browser:
         base: Where it is reached.
         client: The address that the requests come from; None: through a Unix socket.
         headers: Headers of every request.
+        auth: The name and the password of every request; None for none.
     """
 
     def __init__(
@@ -35,12 +36,13 @@ class Browser:
         base: str = "http://localhost",
         client: str | None = "127.0.0.1",
         headers: dict[str, str] | None = None,
+        auth: tuple[str, str] | None = None,
     ) -> None:
         self.base = base
         self._web = web
         self._client = None if client is None else (client, 4711)
         self._headers = headers or {}
-        self.cookies = httpx.Cookies()
+        self._auth = auth
 
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Send a request; a redirection is not followed."""
@@ -52,16 +54,14 @@ class Browser:
                 client=self._client,  # type: ignore[arg-type]
             )
             async with httpx.AsyncClient(
-                transport=transport, base_url=self.base, cookies=self.cookies, timeout=60
+                transport=transport, base_url=self.base, auth=self._auth, timeout=60
             ) as client:
                 more = options.pop("headers", {})
                 headers = [
                     *self._headers.items(),
                     *(more if isinstance(more, list) else more.items()),
                 ]
-                answer = await client.request(method, path, headers=headers, **options)
-                self.cookies = client.cookies
-                return answer
+                return await client.request(method, path, headers=headers, **options)
 
         return asyncio.run(ask())
 
@@ -76,21 +76,10 @@ class Browser:
         told: dict[str, Any] = answer.json()
         return told
 
-    @property
-    def token(self) -> str:
-        """The token for forms."""
-        return str(self.json("/session")["token"])
-
-    def post(self, path: str, token: str | None = None, **fields: Any) -> httpx.Response:
-        """Send a form with a token, by default that of the session."""
-        return self.ask("POST", path, data={"token": token or self.token, **fields})
-
-    def sign_in(self, name: str, password: str, **fields: Any) -> httpx.Response:
-        """Fill in the form for signing in."""
-        form = Form.of(self.get("/now").text, "/sign-in")
-        return self.ask(
-            "POST", "/sign-in", data={**form, **fields, "name": name, "password": password}
-        )
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        """Send a form."""
+        form = {"Content-Type": "application/x-www-form-urlencoded"}  # also without fields
+        return self.ask("POST", path, data=fields, headers=form)
 
 
 class Form(HTMLParser):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
+from urllib.parse import quote
 
 from selenium.common import exceptions
 from selenium.webdriver import Chrome, ChromeOptions
@@ -32,6 +33,9 @@ AXE: Final = CACHE / "axe" / "axe_playwright_python" / "axe.min.js"
 #: Widths in pixels of a phone and of a wide window, with their heights.
 PHONE, WIDE = (390, 844), (1400, 900)
 
+#: A name of this machine that a browser does not trust as it does ``localhost``.
+ELSEWHERE: Final = "tasks.example"
+
 #: The arguments of Chromium. Root may not use the sandbox, and ``/dev/shm`` of a container is too
 #: small. With the pipe, Chromium ends when its driver does.
 _ARGUMENTS: Final = (
@@ -39,6 +43,7 @@ _ARGUMENTS: Final = (
     *("disable-background-networking", "disable-component-update", "disable-sync"),
     *("disable-extensions", "disable-search-engine-choice-screen", "hide-scrollbars"),
     *("force-device-scale-factor=1", "lang=en-US", "remote-debugging-pipe"),
+    f"host-resolver-rules=MAP {ELSEWHERE} 127.0.0.1",
 )
 
 #: What may happen to an element while its page is replaced.
@@ -89,15 +94,14 @@ class Chromium(SetUp):
 
     @contextmanager
     def tab(self, base: str) -> Iterator[Tab]:
-        """A tab of its own, without cookies of this server.
+        """A tab of its own.
 
         Args:
-            base: The address of the page; each name of the server has cookies of its own.
+            base: The address of the page.
         """
         self.driver.switch_to.new_window("tab")
         tab = Tab(self.driver, self.driver.current_window_handle, base)
         try:
-            tab.command("Storage.clearDataForOrigin", origin=base, storageTypes="cookies")
             yield tab
         finally:
             tab.close()
@@ -132,6 +136,12 @@ class Tab:
     def go(self, path: str) -> None:
         """Enter an address."""
         self.driver.get(f"{self.base}{path}")
+
+    def sign_in(self, name: str, password: str, path: str = "/now") -> None:
+        """Open a page with a name and a password, which the browser keeps for this address."""
+        credentials = f"{quote(name)}:{quote(password)}@"
+        self.driver.get(f"{self.base.replace('//', f'//{credentials}')}{path}")
+        self.go(path)  # no script may fetch while they stand in the address
 
     def run(self, script: str, *arguments: Any) -> Any:
         """Run a script in the page, and return what it returns."""

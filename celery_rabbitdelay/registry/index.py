@@ -48,8 +48,8 @@ class Names(NamedTuple):
 
         ``schedules`` holds the names of the schedules; ``beat:`` and an application's name, the
         beat entries of the application; ``healing``, the lease of the worker that repairs
-        schedules; ``paused``, the pauses; ``complete-since``, the start of the index; ``nothing``,
-        a key that is never written; and ``signed-out``, the ended sessions of the web page.
+        schedules; ``paused``, the pauses; ``complete-since``, the start of the index; and
+        ``nothing``, a key that is never written.
         """
         return f"{self.prefix}:{{0}}:{name}"
 

@@ -2,13 +2,13 @@
 
 This is the only package that speaks HTTP; its views call the same functions as the commands. The
 extra ``web`` installs Starlette (routes, requests and tests of ASGI), Jinja2 (templates that escape
-by default), itsdangerous (signed cookies) and uvicorn (the command's server), because FastAPI,
-Flask and Django users run most of them already. htmx, in ``static`` with its licence, only fetches
-a page again and replaces a part of it, so the pages also work without scripts.
+by default) and uvicorn (the command's server), because FastAPI, Flask and Django users run most of
+them already. htmx, in ``static`` with its licence, only fetches a page again and replaces a part of
+it, so the pages also work without scripts.
 
-Read ``options`` first (the options, and password hashes), then ``access`` (users, sessions,
-cookies, form tokens, and the headers of every answer). ``site`` holds what all requests share:
-cached readings of the servers, and long actions. A view takes a ``view_request.ViewRequest`` and
+Read ``options`` first (the options, and password hashes), then ``access`` (who sends a
+request, and the headers of every answer). ``site`` holds what all requests share: cached readings
+of the servers, and long actions. A view takes a ``view_request.ViewRequest`` and
 returns the content of its page and its JSON. The views are named like their pages: ``now`` (Now,
 Health), ``levels``, ``waiting``, ``deciding`` (cancel, postpone, run now), ``undeliverable`` and so
 on; ``pages`` is the table of them. ``query`` is the search language, and ``search`` runs it.

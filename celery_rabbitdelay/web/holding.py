@@ -82,7 +82,7 @@ def change_job(method: str, what: str, request: ViewRequest) -> dict[str, object
     except JobClosed as closed:
         raise HTTPException(409, str(closed)) from closed
     log_action(request.user, f"{what} the job", 1, name)
-    return {**job(request), "see": f"jobs/one?{request.fields.address(token=None)}"}
+    return {**job(request), "see": f"jobs/one?{request.fields.address()}"}
 
 
 def pauses(request: ViewRequest) -> dict[str, object]:

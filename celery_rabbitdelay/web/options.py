@@ -27,9 +27,6 @@ SETTING: Final = "rabbitdelay_web"
 
 _ROLES: Final = f"takes one of {', '.join(get_args(Role))}"
 
-#: The least length of a secret, in bytes.
-MIN_SECRET: Final = 32
-
 #: The cost of scrypt: 32 MiB and about a tenth of a second, as OWASP's Password Storage Cheat Sheet
 #: recommends for r = 8 and p = 3.
 _N, _R, _P = 2**15, 8, 3
@@ -74,8 +71,9 @@ class Options:
         InvalidSetting: An option is wrong.
     """
 
-    #: The users who sign in: ``{"ada": {"password": "scrypt:...", "role": "operator"}}``. The
-    #: default role is "viewer". ``celery rabbitdelay web --hash-password`` hashes a password.
+    #: The users, who send names and passwords by HTTP Basic authentication:
+    #: ``{"ada": {"password": "scrypt:...", "role": "operator"}}``. The default role is "viewer".
+    #: ``celery rabbitdelay web --hash-password`` hashes a password.
     users: Mapping[str, Mapping[str, str]] | None = None
 
     #: The header in which a proxy names the user that it has authenticated: "X-Remote-User".
@@ -99,14 +97,6 @@ class Options:
     #: The host names of the page, such as "tasks.example.com". None: any name if users are
     #: identified, otherwise only the names of this machine.
     hosts: Sequence[str] | None = None
-
-    #: Signs the cookies; at least 32 bytes. None: a random secret, so users sign in again after a
-    #: restart. Without a registry, which stores the ended sessions, they do so in any case. Several
-    #: processes that serve one page need a secret and a registry.
-    secret: str | None = None
-
-    #: Whether browsers use HTTPS although the proxy in between uses HTTP.
-    https: bool = False
 
     #: Whether the arguments of tasks and the bodies of messages are shown.
     shows_arguments: bool = False
@@ -140,9 +130,6 @@ class Options:
         _check(callable(self.identify or bool), "identify", "takes a function of an ASGI scope")
         _check(callable(self.mask or bool), "mask", "takes a function of a task's name and a text")
         _check(self.loopback_role in get_args(Role), "loopback_role", _ROLES)
-        is_long = self.secret is None or len(self.secret.encode()) >= MIN_SECRET
-        way = "python -c 'import secrets; print(secrets.token_hex(32))' makes a secret"
-        _check(is_long, "secret", f"takes at least {MIN_SECRET} bytes: {way}")
         for name in ("proxies", "operators", "hosts"):
             _check(not isinstance(getattr(self, name), str), name, "takes a list of texts")
         self.proxy_networks  # noqa: B018 - raises if a network is wrong
@@ -180,6 +167,8 @@ class Options:
 def _check_user(name: str, user: Mapping[str, str]) -> None:
     is_user = name and isinstance(user, Mapping) and not user.keys() - {"password", "role"}
     _check(is_user, "users", f"user {name!r} takes a password and a role")
+    has_colon = f"the name {name!r} has a colon, which HTTP Basic authentication does not allow"
+    _check(":" not in str(name), "users", has_colon)
     way = "`celery rabbitdelay web --hash-password` prints a hash"
     is_hashed = is_hash(user.get("password"))
     _check(is_hashed, "users", f"the password of user {name!r} is not hashed: {way}")

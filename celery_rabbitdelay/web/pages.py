@@ -34,7 +34,7 @@ class Page(NamedTuple):
         template: The name of the template, without ``.html``; empty for such an action.
         in_menu: Whether the page is in the menu.
         refresh: Seconds after which an open page refreshes; 0 for never.
-        is_action: Whether the page changes something; an operator posts a form with a token.
+        is_action: Whether the page changes something; an operator posts a form.
     """
 
     path: str

@@ -148,7 +148,7 @@ def change(
     does: Callable[[Schedules, str], object], what: str, request: ViewRequest
 ) -> dict[str, object]:
     """Pause, resume, trigger or end a schedule; ``does`` returns None or False without one."""
-    name, see = request.fields.needed("name"), request.fields.address(token=None)
+    name, see = request.fields.needed("name"), request.fields.address()
     if not does(request.with_registry.schedules, name):
         raise HTTPException(404, UNKNOWN)
     log_action(request.user, what, 1, name)

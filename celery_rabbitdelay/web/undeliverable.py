@@ -195,7 +195,7 @@ def decide(request: ViewRequest) -> dict[str, object]:
     filters = request.fields.filter(FILTERS).items()
     chosen = " ".join(f"{name}={value!r}" for name, value in filters if value)
     about = f"undeliverable messages with {chosen}" if chosen else "all undeliverable messages"
-    address = request.fields.address(**dict.fromkeys(("token", "action", "count", "to", "delay")))
+    address = request.fields.address(**dict.fromkeys(("action", "count", "to", "delay")))
     work = Work(request.user, ACTIONS[action], about, count, f"undeliverable?{address}")
     return seen(request.site.works.begin(work, does))
 

@@ -369,15 +369,6 @@ def served_shop() -> Iterator[tuple[dict[str, Any], str]]:
         yield settings, task
 
 
-def sign_in(tab: Tab) -> None:
-    """Sign in as the operator."""
-    tab.go("/now")
-    tab.fill("Name", USER)
-    tab.fill("Password", PASSWORD)
-    tab.press("Sign in")
-    tab.see("Waiting tasks")
-
-
 def main(folder: Path, pictures: list[Picture], *, whole: bool) -> None:
     """Take pictures into a folder."""
     with ExitStack() as stack:
@@ -385,7 +376,8 @@ def main(folder: Path, pictures: list[Picture], *, whole: bool) -> None:
         page = stack.enter_context(Page(settings))
         chromium = stack.enter_context(Chromium())
         tab = stack.enter_context(chromium.tab(f"http://localhost:{page.port}"))
-        sign_in(tab)
+        tab.sign_in(USER, PASSWORD)
+        tab.see("tasks overdue:", "tasks held:", "≤")  # the lateness of those that have run
         for each in pictures:
             take(tab, each, task, folder, whole=whole)
 

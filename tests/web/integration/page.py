@@ -22,7 +22,7 @@ HOUR: Final = 3600
 
 
 def with_users(redis_url: str, **options: Any) -> dict[str, Any]:
-    """Return settings: tracked tasks, which wait for hours, and a page to sign in to.
+    """Return settings: tracked tasks, which wait for hours, and a page with a user.
 
     Args:
         redis_url: The URL of the Redis of the registry.
@@ -57,8 +57,8 @@ class ServedPage(ShopProcess):
     """
 
     def address(self, name: str = "localhost") -> str:
-        """Return its address under a name; each name has cookies of its own."""
-        host = name if name == "localhost" else f"{name}.localhost"
+        """Return its address under a name; a browser asks for a password for each."""
+        host = name if name == "localhost" or "." in name else f"{name}.localhost"
         return f"http://{host}:{self.port}"
 
     def _command(self) -> list[str]:

@@ -30,9 +30,8 @@ from celery_rabbitdelay.registry.index import SHARDS, Filter, Index, Kind, shard
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application, now, site, states, task, undeliverable, workers
 from celery_rabbitdelay.web import search as operations
-from celery_rabbitdelay.web.access import COOKIE
 from celery_rabbitdelay.web.options import hash_password, is_password
-from tests.browser import Browser, assert_harmless, quick_hash, read
+from tests.browser import Browser, assert_harmless, read
 from tests.kernel.integration.arrivals import count
 from tests.kernel.integration.shop import PATIENCE, make_app, named
 from tests.kernel.integration.trouble import suspended
@@ -607,8 +606,7 @@ def test_an_action_does_what_it_says_for_each_task_and_is_logged(
     assert shop.rabbitdelay.show(cancelled).state == "cancelled"
     assert shop.rabbitdelay.show(later).due == due + timedelta(hours=1)
     assert shop.rabbitdelay.show(soon).due <= datetime.now(UTC)
-    headers, ids = {"X-Rabbitdelay-Token": browser.token}, [cancelled, later, "nobody's"]
-    told = browser.ask("POST", "/api/waiting/cancel", data={"id": ids}, headers=headers).json()
+    told = browser.post("/api/waiting/cancel", id=[cancelled, later, "nobody's"]).json()
     outcomes = {each["id"]: each["outcome"] for each in told["outcomes"]}
     assert outcomes == {cancelled: "cancelled", later: "done", "nobody's": "unknown"}
     assert told["done"] == 1
@@ -814,12 +812,11 @@ def test_without_the_management_api_now_says_so_in_one_hint(shop: Any) -> None:
 def test_no_page_has_a_password(shop: Any) -> None:
     secret = "planted-secret"
     options = {
-        "secret": f"{secret}-{'x' * 32}",
         "management": f"http://guest:{secret}@127.0.0.1:1",
         "loopback_role": "operator",
     }
     browser = Browser(application(shop, **options))
-    for path in ("/now", "/waiting", "/health", "/work", "/session"):
+    for path in ("/now", "/waiting", "/health", "/work"):
         for whole in (path, f"/api{path}"):
             answer = browser.get(whole)
             assert secret not in answer.text + str(answer.headers)
@@ -1057,40 +1054,21 @@ def test_the_command_serves_the_page_and_ends_under_wrong_passwords_that_hold_up
         ThreadPoolExecutor(20) as strangers,
     ):
         assert f"http://127.0.0.1:{page.port}" in page.log
-        reader = Browser(None, page.address())
-        assert reader.sign_in("ada", "right").status_code == 303
+        reader = Browser(None, page.address(), auth=("ada", "right"))
+        assert reader.get("/work").status_code == 200
 
         def attack(_: int) -> int:
-            return Browser(None, page.address()).sign_in("ada", "wrong").status_code
+            return Browser(None, page.address(), auth=("ada", "wrong")).get("/work").status_code
 
         attacks = [strangers.submit(attack, each) for each in range(40)]
         while not all(each.done() for each in attacks):
-            assert reader.get("/api/session").status_code == 200
+            assert reader.get("/work").status_code == 200
         assert {each.result() for each in attacks} == {401, 429}
-        # In the browser that has signed in before.
-        reader.post("/sign-out")
-        assert reader.sign_in("ada", "right").status_code == 303
         attacks = [strangers.submit(attack, each) for each in range(20)]
         os.kill(page.pid, signal.SIGTERM)
         wait_for(lambda: not page.running, "its end, without force", PATIENCE / 2)
         wait(attacks, PATIENCE)
         assert "guest:guest" not in page.log
-
-
-def test_signing_out_ends_the_session_in_all_processes_that_serve_the_page(shop: Any) -> None:
-    users = {"ada": {"password": quick_hash("right")}}
-    options: dict[str, Any] = {"users": users, "secret": "s" * 32}
-    here, there = (Browser(application(shop, **options)) for _ in range(2))
-    here.sign_in("ada", "right")
-    there.cookies = httpx.Cookies(here.cookies)
-    copy = there.cookies[COOKIE]
-    assert (here.get("/work").status_code, there.get("/work").status_code) == (200, 200)
-    assert here.post("/sign-out").status_code == 303
-    browsers = here, there, Browser(application(shop, **options))
-    for each in browsers:
-        each.cookies.set(COOKIE, copy)
-    # Processes ask each other once a second.
-    wait_for(lambda: all(each.get("/work").status_code == 401 for each in browsers), "the end", 30)
 
 
 def test_the_command_refuses_to_serve_the_page_to_strangers(configuration: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
 from celery_rabbitdelay.web import pages
 from celery_rabbitdelay.web.query import Term
-from tests.chromium import PHONE, WIDE, Chromium, Tab
+from tests.chromium import ELSEWHERE, PHONE, WIDE, Chromium, Tab
 from tests.kernel.integration.worker import Worker
 from tests.operations.integration.undeliverable_messages import message, put, straight
 from tests.web.integration.page import (
@@ -42,10 +42,6 @@ READ = [
 ]
 
 
-#: What the browser says of a page that answers with the form for signing in.
-UNKNOWN = "responded with a status of 401"
-
-
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Chromium]:
     """The browser of a module's tests."""
@@ -64,20 +60,11 @@ def open_tab(chromium: Chromium) -> Iterator[Callable[..., Tab]]:
         yield open_tab
 
 
-def sign_in(tab: Tab, password: str = PASSWORD) -> None:
-    """Fill in the form for signing in."""
-    tab.fill("Name", OPERATOR)
-    tab.fill("Password", password)
-    tab.press("Sign in")
-
-
-def signed_in(open_tab: Callable[..., Tab], page: ServedPage) -> Tab:
-    """Open the page in a tab of its own and sign in."""
-    tab = open_tab(page, OPERATOR)
-    tab.go("/now")
-    sign_in(tab)
+def signed_in(open_tab: Callable[..., Tab], page: ServedPage, name: str = "localhost") -> Tab:
+    """Open the page in a tab of its own, as the operator."""
+    tab = open_tab(page, name)
+    tab.sign_in(OPERATOR, PASSWORD)
     tab.see("Waiting tasks")
-    tab.complaints(UNKNOWN)
     return tab
 
 
@@ -102,20 +89,36 @@ def state(served: Any, task_id: str) -> str:
     return str(served.rabbitdelay.show(task_id).state)
 
 
-def test_one_signs_in_reads_and_signs_out(served: Any, open_tab: Callable[..., Tab]) -> None:
+def test_a_browser_asks_for_a_password_once(served: Any, open_tab: Callable[..., Tab]) -> None:
     tab = open_tab(served.page, "nobody")
-    tab.go("/waiting?q=job:none")
-    sign_in(tab, password="wrong")
-    tab.see("Name or password is wrong.")
-    assert tab.value("Name") == ""
-    sign_in(tab)
-    tab.see("Waiting", f"{OPERATOR}, operator")
-    assert tab.path == "/waiting?q=job:none", "where one wanted to go"
-    tab.press("Sign out")
-    tab.see("Password")
     tab.go("/waiting")
-    tab.see("Password")
-    assert tab.complaints(UNKNOWN) == []
+    assert tab.text == "", "the browser asks"
+    tab.sign_in(OPERATOR, "wrong")
+    assert tab.text == ""
+    tab.sign_in(OPERATOR, PASSWORD)
+    tab.see("Waiting tasks", f"{OPERATOR}, operator")
+    tab.go("/waiting")
+    tab.see("Waiting", f"{OPERATOR}, operator")
+    assert tab.complaints("status of 401") == []
+
+
+@pytest.mark.parametrize("name", ["localhost", ELSEWHERE])
+def test_a_form_of_the_page_acts_and_one_of_another_site_does_not(
+    served: Any, open_tab: Callable[..., Tab], name: str
+) -> None:
+    """Over plain HTTP, a browser says whether it is the same site only to ``localhost``."""
+    tab, (task_id,) = signed_in(open_tab, served.page, name), send(served)
+    action = f"{tab.base}/waiting/cancel"
+    form = f"<form method=post action={action}><input name=id value={task_id}><button>Win"
+    tab.driver.get(f"data:text/html,{quote(form)}")
+    tab.press("Win")
+    tab.see("The request comes from another site's page.")
+    assert state(served, task_id) == "waiting"
+    tab.go(f"/waiting/task?id={task_id}")
+    tab.press("Cancel…")
+    tab.press("Cancel 1 task")
+    tab.see("1 of 1 cancelled")
+    assert tab.complaints("status of 403", "/favicon.ico") == []
 
 
 def test_a_selection_brings_up_its_actions_which_ask_once_and_lead_back_to_the_search(
@@ -153,7 +156,7 @@ def test_a_selection_brings_up_its_actions_which_ask_once_and_lead_back_to_the_s
     assert state(served, first) == "cancelled"
     tab.follow("Back to the list")
     tab.see("0 tasks match")
-    assert tab.complaints(UNKNOWN) == []
+    assert tab.complaints() == []
 
 
 def test_a_search_is_completed_as_one_types_and_finds_what_was_pasted(
@@ -163,19 +166,20 @@ def test_a_search_is_completed_as_one_types_and_finds_what_was_pasted(
     send(served, 3)
     (task_id,) = send(served, key=key)
     tab.go("/waiting")
+    names = "return fetch('/api/waiting/completions?q=loo').then(answer => answer.json())"
+    wait_for(lambda: tab.run(names)["completions"], "a reading with the tasks", PATIENCE)
     tab.fill("Search", "due:<1d loo")
     first = "return document.querySelector('#completions option')?.value"
     wait_for(lambda: tab.run(first) == "due:<1d task:look", "the completion", PATIENCE)
     tab.fill("Search", f"{key[:20]}\n")
     tab.see("1 task matches", task_id)
-    assert tab.complaints(UNKNOWN) == []
+    assert tab.complaints() == []
 
 
 def test_without_scripts_one_reads_and_acts(served: Any, open_tab: Callable[..., Tab]) -> None:
-    tab, (task_id,) = open_tab(served.page, "plain"), send(served)
+    tab, (task_id,) = signed_in(open_tab, served.page), send(served)
     with tab.without_scripts():
         tab.go(f"/waiting/task?id={task_id}")
-        sign_in(tab)
         tab.see("on time", "Details")
         tab.press("Cancel…")
         tab.press("Cancel 1 task")
@@ -184,7 +188,7 @@ def test_without_scripts_one_reads_and_acts(served: Any, open_tab: Callable[...,
             tab.go(path)
             assert tab.texts("h1"), path
     assert state(served, task_id) == "cancelled"
-    assert tab.complaints(UNKNOWN) == []
+    assert tab.complaints() == []
 
 
 def test_an_open_page_shows_that_the_broker_and_redis_are_away_and_comes_back(
@@ -198,9 +202,8 @@ def test_an_open_page_shows_that_the_broker_and_redis_are_away_and_comes_back(
     shop = make_shop(**settings)
     task_id = send(shop)[0]
     with ServedPage({**configuration, **settings}) as page:
-        acting = open_tab(page, "acting")
+        acting = signed_in(open_tab, page)
         acting.go("/workers?refresh=off")
-        sign_in(acting)
         acting.see("No worker has answered within a second")  # which no page waits for
         tab = signed_in(open_tab, page)
         tab.see("1 task waits", "1 message in the levels")
@@ -230,7 +233,7 @@ def test_an_open_page_shows_that_the_broker_and_redis_are_away_and_comes_back(
         acting.press("Cancel 1 task")
         acting.see("1 of 1 cancelled")
         assert tab.run("return window.isTheSamePage")
-        assert tab.complaints(UNKNOWN, "responded with a status of 503") == []
+        assert tab.complaints("status of 503") == []
 
 
 #: What anybody may have written. What runs of it changes ``window.hacked``.
@@ -275,7 +278,7 @@ def hostile(served: Any) -> Iterator[None]:
 def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
     served: Any, open_tab: Callable[..., Tab], hostile: None
 ) -> None:
-    tab, found, seen = open_tab(served.page), list[str](), set[str]()
+    tab, found, seen = signed_in(open_tab, served.page), list[str](), set[str]()
 
     def look(path: str = "") -> None:
         """Look at a page; without a path, at that which the tab shows."""
@@ -286,9 +289,6 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
         found.extend(tab.barriers())
         assert tab.run("return window.hacked") is None, path
 
-    tab.go("/now")
-    sign_in(tab)
-    tab.see("Waiting tasks")
     with Worker(served.configuration, [], "-n", HOSTILE_WORKER):
         tab.go("/workers")
         tab.see("onerror='window.hacked = 5'")
@@ -330,4 +330,4 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
     assert "\n".join(found) == ""
     pages_to_see = {each.path for each in pages.PAGES if each.template and not each.is_action}
     assert pages_to_see - {"waiting/completions"} <= seen
-    assert tab.complaints(UNKNOWN, "status of 404", "status of 400") == []
+    assert tab.complaints("status of 404", "status of 400") == []

@@ -1,6 +1,7 @@
 """Who may see the page and act on it, and what else is refused."""
 
 import asyncio
+import base64
 import logging
 import time
 from collections.abc import Callable
@@ -14,22 +15,21 @@ from fastapi import FastAPI
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.web import User, application
-from celery_rabbitdelay.web.access import COOKIE, KNOWN_COOKIE, MOST_WRONG, PAUSE, Session, Sessions
+from celery_rabbitdelay.web.access import MOST_ATTEMPTS, MOST_WAITING, PAUSE
 from celery_rabbitdelay.web.site import Works
-from tests.browser import Browser, Form, assert_harmless, quick_hash
+from tests.browser import Browser, assert_harmless, quick_hash, read
 from tests.kernel.unit.clock import Clock
 
 #: What an action answers that was let through: nothing of that key goes on.
 LET_THROUGH = 404
 
-SECRET = "s" * 32
-
-HASHES = {name: quick_hash(f"{name}'s word") for name in ("ada", "vera")}
-
 USERS = {
-    "ada": {"password": HASHES["ada"], "role": "operator"},
-    "vera": {"password": HASHES["vera"]},
+    "ada": {"password": quick_hash("ada's word"), "role": "operator"},
+    "vera": {"password": quick_hash("vera's word")},
+    "J\u00fcrgen": {"password": quick_hash("pass:w\u00f6rd \U0001f407")},
 }
+
+ADA = ("ada", "ada's word")
 
 Make = Callable[..., Any]
 
@@ -45,11 +45,16 @@ def make() -> Any:
     return make
 
 
-def stop(browser: Browser, **options: Any) -> int:
+def stop(browser: Browser, headers: dict[str, str] | None = None) -> int:
     """Try an action; return the status of the answer."""
-    token = options.pop("token", None)
-    data = {"key": "none", "token": browser.token if token is None else token}
-    return browser.ask("POST", "/work/stop", data=data, **options).status_code
+    return browser.ask(
+        "POST", "/work/stop", data={"key": "none"}, headers=headers or {}
+    ).status_code
+
+
+def user_of(browser: Browser) -> str:
+    """Return who the page says that one is."""
+    return read(browser.get("/work").text).text
 
 
 def test_without_users_only_this_machine_is_answered_and_not_through_a_proxy(make: Make) -> None:
@@ -76,76 +81,103 @@ def test_a_foreign_name_that_points_to_this_machine_is_refused(make: Make) -> No
 
 def test_an_operator_acts_and_a_viewer_only_reads(make: Make) -> None:
     web = make(users=USERS)
-    for name, status in (("ada", LET_THROUGH), ("vera", 403)):
-        browser = Browser(web, "http://tasks.example", "10.0.0.5")
-        assert browser.get("/work").status_code == 401
-        assert browser.get("/api/work").json() == {"error": "Sign in first."}
-        signed_in = browser.sign_in(name, f"{name}'s word")
-        assert (signed_in.status_code, signed_in.headers["Location"]) == (303, "/now")
-        assert browser.get("/work").status_code == 200
-        assert browser.json("/session")["user"] == name
+    for name, role, status in (("ada", "operator", LET_THROUGH), ("vera", "viewer", 403)):
+        browser = Browser(web, "http://tasks.example", "10.0.0.5", auth=(name, f"{name}'s word"))
+        assert f"{name}, {role}" in user_of(browser)
+        assert f"{name}, {role}" in read(browser.get("/nowhere").text).text
         assert stop(browser) == status
     assert stop(Browser(make())) == 403, "nobody acts without users, unless it is configured"
     assert stop(Browser(make(loopback_role="operator"))) == LET_THROUGH
 
 
-def test_a_wrong_name_or_password_is_refused(make: Make) -> None:
-    browser = Browser(make(users=USERS))
-    for name, password in (("ada", "vera's word"), ("nobody", "ada's word"), ("ada", ""), ("", "")):
-        assert browser.sign_in(name, password).status_code == 401
-        assert browser.get("/work").status_code == 401
-    forged = {"name": "ada", "password": "ada's word", "token": "forged"}
-    assert browser.ask("POST", "/sign-in", data=forged).status_code == 401
-
-
-def test_signing_in_leads_to_the_page_that_was_asked_for_and_nowhere_else(make: Make) -> None:
+def test_a_wrong_name_or_password_is_refused_and_asked_for(make: Make) -> None:
     web = make(users=USERS)
-    for where, goes_to in (
-        ("waiting?task=a%26b", "/waiting?task=a%26b"),
-        ("//evil.example/x", "/evil.example/x"),
-        ("/\\/evil.example", "/evil.example"),
-        ("https://evil.example", "/https://evil.example"),
-        ("x\r\nSet-Cookie: a=b", "/x%0D%0ASet-Cookie:%20a=b"),
+    for auth in (None, ("ada", "vera's word"), ("nobody", "ada's word"), ("ada", ""), ("", "")):
+        for path in ("/work", "/api/work"):
+            answer = Browser(web, auth=auth).get(path)
+            assert answer.status_code == 401, auth
+            challenge = 'Basic realm="celery_rabbitdelay", charset="UTF-8"'
+            assert answer.headers["WWW-Authenticate"] == challenge
+        wrong = "Name or password is wrong." if auth else "Sign in with your name and password."
+        assert answer.json() == {"error": wrong}
+        assert stop(Browser(web, auth=auth)) == 401
+
+
+def test_any_name_and_password_can_be_sent_and_what_is_malformed_is_refused(make: Make) -> None:
+    web = make(users=USERS)
+    known = "J\u00fcrgen:pass:w\u00f6rd \U0001f407"
+    assert "J\u00fcrgen, viewer" in user_of(Browser(web, auth=("J\u00fcrgen", known[7:])))
+
+    def encoded(text: str, encoding: str = "utf-8") -> str:
+        return base64.b64encode(text.encode(encoding)).decode()
+
+    for header, status in (
+        (f"bAsIc {encoded(known)}", 200),
+        (f"Basic {encoded(known, 'utf-16')}", 401),
+        (f"Basic {encoded('ada')}", 401),
+        (f"Bearer {encoded(known)}", 401),
+        (f"Basic {known.encode().hex()}", 401),
+        (f"Basic {encoded(known)}!", 401),
+        ("Basic \u00fc", 401),
+        ("Basic", 401),
+        ("", 401),
     ):
-        answer = Browser(web).sign_in("ada", "ada's word", next=where)
-        assert answer.headers["Location"] == goes_to
-        assert "a=b" not in answer.headers.get("Set-Cookie", "")
-    browser = Browser(web)
-    form = Form.of(browser.get("/waiting?task=a%26b").text, "/sign-in")
-    assert form["next"] == "waiting?task=a%26b"
-    acted = browser.ask("POST", "/waiting/cancel", data={"id": "x"})
-    assert (acted.status_code, Form.of(acted.text, "/sign-in")["next"]) == (401, "now")
+        answer = Browser(web).ask("GET", "/work", headers=[("Authorization", header.encode())])
+        assert answer.status_code == status, header
 
 
-def test_an_action_takes_the_token_of_its_own_session(make: Make) -> None:
-    web = make(users={**USERS, "vera": {**USERS["vera"], "role": "operator"}})
-    ada, other, vera = (Browser(web) for _ in range(3))
-    for browser, name in ((ada, "ada"), (other, "ada"), (vera, "vera")):
-        browser.sign_in(name, f"{name}'s word")
-    for token in ("", "forged", "0" * 64, "\u00e9", other.token, vera.token):
-        assert stop(ada, token=token) == 403
-    # In the header, as programs send it.
-    assert stop(ada, token="", headers={"X-Rabbitdelay-Token": ada.token}) == LET_THROUGH
+def test_a_password_is_compared_once_and_again_when_the_user_s_hash_changes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = list[str]()
+
+    def is_password(password: str, hashed: str) -> bool:
+        compared.append(password)
+        return hashed == USERS["ada"]["password"]
+
+    monkeypatch.setattr("celery_rabbitdelay.web.access.is_password", is_password)
+    users = dict(USERS)
+    ada = Browser(make(users=users), auth=ADA)
+    assert [ada.get("/work").status_code for _ in range(3)] == [200] * 3
+    assert compared == ["ada's word"]
+    users["ada"] = {"password": USERS["ada"]["password"]}
+    assert "ada, viewer" in user_of(ada), "a role counts at once"
+    assert compared == ["ada's word"]
+    users["ada"] = USERS["vera"]
+    assert [ada.get("/work").status_code for _ in range(2)] == [401] * 2
+    del users["ada"]
+    assert ada.get("/work").status_code == 401
+    assert compared == ["ada's word"] * 4
 
 
-def test_a_form_of_another_page_is_refused_in_spite_of_its_token(make: Make) -> None:
-    browser = Browser(make(loopback_role="operator"))
+def test_a_form_of_another_site_is_refused(make: Make) -> None:
+    browser = Browser(make(users=USERS), "http://tasks.example:5556", auth=ADA)
     for headers, status in (
+        ({}, LET_THROUGH),
+        ({"Origin": "http://tasks.example:5556"}, LET_THROUGH),
+        ({"Origin": "https://TASKS.example:5556"}, LET_THROUGH),
+        ({"Origin": "http://tasks.example"}, 403),
+        ({"Origin": "http://tasks.example:5557"}, 403),
+        ({"Origin": "http://other.tasks.example:5556"}, 403),
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "http://["}, 403),
-        ({"Sec-Fetch-Site": "same-site", "Origin": "http://localhost"}, 403),
-        ({"Sec-Fetch-Site": "none"}, 403),
-        ({"Origin": "http://localhost"}, LET_THROUGH),
-        ({"Origin": "null"}, LET_THROUGH),
-        ({"Origin": "https://behind.example", "Sec-Fetch-Site": "same-origin"}, LET_THROUGH),
+        ({"Origin": ""}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "none"}, LET_THROUGH),
+        ({"Sec-Fetch-Site": "same-origin"}, LET_THROUGH),
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "https://behind.example"}, LET_THROUGH),
+        ({"Sec-Fetch-Site": "same-site", "Origin": "http://tasks.example:5556"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": ""}, 403),
     ):
-        assert stop(browser, headers=headers) == status, headers
+        assert stop(browser, headers) == status, headers
+        assert browser.get("/work", headers=headers).status_code == 200, "a link leads here"
 
 
 def test_an_action_takes_a_form_and_nothing_else(make: Make) -> None:
     browser = Browser(make(loopback_role="operator"))
     for method in ("GET", "HEAD", "PUT", "DELETE", "OPTIONS"):
-        answer = browser.ask(method, f"/work/stop?key=x&token={browser.token}")
+        answer = browser.ask(method, "/work/stop?key=x")
         assert answer.status_code == 405
     form = "application/x-www-form-urlencoded"
     for kind, body, status in (
@@ -154,38 +186,44 @@ def test_an_action_takes_a_form_and_nothing_else(make: Make) -> None:
         (form, b"a=b&" * 3000, 400),
         (form, b"a=%FF", 400),
     ):
-        headers = {"Content-Type": kind, "X-Rabbitdelay-Token": browser.token}
+        headers = {"Content-Type": kind}
         answer = browser.ask("POST", "/work/stop", content=body, headers=headers)
         assert answer.status_code == status, (kind, body[:10])
 
 
-def test_a_changed_or_foreign_cookie_is_worth_nothing(make: Make) -> None:
-    browser = Browser(make(users=USERS, secret=SECRET))
-    browser.sign_in("vera", "vera's word")
-    cookie = browser.cookies[COOKIE]
-    sessions, foreign = Sessions(SECRET), Sessions("t" * 32)
-    session = Session.new("ada", sessions.proof(HASHES["ada"]))
-    for each in (
-        # Not the last character: two of its bits mean nothing.
-        f"{cookie[:-9]}{'A' if cookie[-9] != 'A' else 'B'}{cookie[-8:]}",
-        foreign.written(Session.new("ada", foreign.proof(HASHES["ada"]))),
-        # After a change of the password, or of a user who is gone.
-        sessions.written(Session.new("ada", "another password's")),
-        sessions.written(Session.new("nobody", session.proof)),
-        sessions.written(session, KNOWN_COOKIE),
-        "." * 5000,
-    ):
-        browser.cookies.clear()
-        browser.cookies.set(COOKIE, each)
-        assert browser.get("/work").status_code == 401, each
-    # A role counts at once.
-    for role in ("operator", "viewer"):
-        other = Browser(make(users={"ada": {**USERS["ada"], "role": role}}, secret=SECRET))
-        other.cookies.set(COOKIE, sessions.written(session))
-        assert other.json("/session")["role"] == role
+def guesses(web: Any, addresses: list[str], refused: int, may_end: Event) -> list[int]:
+    """Guess a password at the same time from each address; return the status of each answer.
+
+    Args:
+        web: The page.
+        addresses: From where.
+        refused: How many answers come before a comparison may end.
+        may_end: Set then.
+    """
+
+    async def guess(address: str) -> None:
+        client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(web, client=(address, 4711)),
+            base_url="http://localhost",
+            auth=("ada", "wrong"),
+        )
+        async with client:
+            answers.append((await client.get("/work")).status_code)
+
+    async def attack() -> None:
+        strangers = [asyncio.create_task(guess(each)) for each in addresses]
+        deadline = time.monotonic() + 30
+        while len(answers) < refused and time.monotonic() < deadline:
+            await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.gather(*strangers)
+
+    answers: list[int] = []
+    asyncio.run(attack())
+    return sorted(answers)
 
 
-def test_wrong_passwords_at_the_same_time_are_bounded_and_lock_out_nobody(
+def test_wrong_passwords_at_the_same_time_are_bounded_and_keep_nobody_else_out(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, compared, may_end = Clock(1000), list[str](), Event()
@@ -199,51 +237,38 @@ def test_wrong_passwords_at_the_same_time_are_bounded_and_lock_out_nobody(
     monkeypatch.setattr("celery_rabbitdelay.web.access.is_password", is_password)
     web = make(users=USERS)
 
-    async def sign_in() -> None:
-        stranger = httpx.AsyncClient(
-            transport=httpx.ASGITransport(web), base_url="http://localhost"
-        )
-        async with stranger:
-            form = Form.of((await stranger.get("/now")).text, "/sign-in")
-            data = {**form, "name": "ada", "password": "wrong"}
-            answers.append((await stranger.post("/sign-in", data=data)).status_code)
+    def status(name: str, password: str, client: str = "127.0.0.1") -> int:
+        return Browser(web, client=client, auth=(name, password)).get("/work").status_code
 
-    async def attack() -> None:
-        strangers = [asyncio.create_task(sign_in()) for _ in range(5)]
-        deadline = time.monotonic() + 30
-        while len(answers) < 4 and time.monotonic() < deadline:
-            await asyncio.sleep(0)
-        may_end.set()
-        await asyncio.gather(*strangers)
-
-    answers: list[int] = []
     may_end.set()
-    known = Browser(web)
-    assert known.sign_in("ada", "right").status_code == 303
-    for _ in range(MOST_WRONG - 1):
-        assert Browser(web).sign_in("ada", "wrong").status_code == 401
+    assert status("ada", "right") == 200
+    for _ in range(MOST_ATTEMPTS - 2):
+        assert status("ada", "wrong") == 401
     may_end.clear()
-    asyncio.run(attack())
-    assert sorted(answers) == [401, 429, 429, 429, 429]
-    assert compared.count("wrong") == MOST_WRONG
-    known.post("/sign-out")
-    assert known.sign_in("ada", "right").status_code == 303, "where one has signed in before"
-    other = Browser(web)
-    assert other.sign_in("ada", "right").status_code == 429
+    assert guesses(web, ["127.0.0.1"] * 5, 4, may_end) == [401, 429, 429, 429, 429]
+    assert compared.count("wrong") == MOST_ATTEMPTS - 1
+    refused = Browser(web, auth=("ada", "wrong")).get("/work")
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+    assert status("ada", "right") == 200, "who is known"
+    assert status("vera", "right") == 200, "another name"
+    assert status("ada", "another", "10.0.0.5") == 401, "another address"
     clock.now += PAUSE
-    assert other.sign_in("ada", "right").status_code == 303
+    assert [status("ada", "wrong") for _ in range(2)] == [401, 429]
+    unknown = [status(f"nobody {each}", "wrong") for each in range(MOST_ATTEMPTS + 1)]
+    assert unknown == [401] * MOST_ATTEMPTS + [429]
 
 
-def test_the_cookie_is_for_this_page_alone(make: Make) -> None:
-    browser = Browser(make(), "https://localhost")
-    cookie = browser.get("/work").headers["Set-Cookie"]
-    parts = {each.strip().lower() for each in cookie.split(";")[1:]}
-    assert {"httponly", "samesite=strict", "secure", "path=/"} <= parts
-    assert "Secure" not in Browser(make()).get("/work").headers["Set-Cookie"]
-    assert "Secure" in Browser(make(https=True)).get("/work").headers["Set-Cookie"]
-    # A link from elsewhere, with which a browser sends no cookie, takes no session away.
-    linked = Browser(make()).get("/work", headers={"Sec-Fetch-Site": "cross-site"})
-    assert "Set-Cookie" not in linked.headers
+def test_few_passwords_wait_to_be_compared_from_all_addresses_together(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_password(password: str, hashed: str) -> bool:
+        assert may_end.wait(60)
+        return False
+
+    monkeypatch.setattr("celery_rabbitdelay.web.access.is_password", is_password)
+    web, may_end = make(users=USERS), Event()
+    addresses = [f"10.0.0.{each}" for each in range(MOST_WAITING + 3)]
+    assert guesses(web, addresses, 2, may_end) == [401] * (MOST_WAITING + 1) + [429] * 2
 
 
 def test_a_trusted_proxy_names_the_user_and_nobody_else(make: Make) -> None:
@@ -252,7 +277,7 @@ def test_a_trusted_proxy_names_the_user_and_nobody_else(make: Make) -> None:
     for address in ("10.0.0.5", "10.1.2.3", "::ffff:10.0.0.5", "fd00::1"):
         for name, status in (("ada", LET_THROUGH), ("vera", 403)):
             browser = Browser(web, "http://tasks.example", address, {"X-Remote-User": name})
-            assert browser.json("/session")["user"] == name
+            assert f"{name}, {'operator' if name == 'ada' else 'viewer'}" in user_of(browser)
             assert stop(browser) == status
     others = ("10.0.0.6", "127.0.0.1", "::1", "not an address", None)
     refused: list[tuple[str | None, list[str]]] = [(each, ["ada"]) for each in others]
@@ -295,7 +320,7 @@ def test_every_answer_forbids_foreign_scripts_frames_and_copies(
     browser = Browser(make(loopback_role="operator"))
     broken = browser.get("/api/work")
     assert (broken.status_code, "ZeroDivisionError" in broken.text) == (500, False)
-    for path in ("/", "/now", "/work", "/nope", "/static/style.css", "/api/session", "/api/x"):
+    for path in ("/", "/now", "/work", "/nope", "/static/style.css", "/api/work", "/api/x"):
         answer = browser.get(path)
         policy = answer.headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy
@@ -303,21 +328,19 @@ def test_every_answer_forbids_foreign_scripts_frames_and_copies(
         assert "unsafe" not in policy
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
         assert answer.headers["Cache-Control"] == "no-store"
+        assert answer.headers["Referrer-Policy"] == "same-origin", "else a form's Origin is null"
         assert "Access-Control-Allow-Origin" not in answer.headers
         if answer.headers.get("Content-Type", "").startswith("text/html"):
             assert_harmless(answer.text)
 
 
-def test_who_signs_in_and_who_fails_stands_in_the_log(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_password_stands_in_the_log(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     web = make(users=USERS)
     with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
-        Browser(web).sign_in("ada", "ada's word")
-        Browser(web).sign_in("eve\nada has signed in", "guess of a word")
+        for auth in (ADA, ("eve\nada has acted", "guess of a word")):
+            Browser(web, auth=auth).get("/work")
     assert [each.getMessage() for each in caplog.records] == [
-        "rabbitdelay web: 'ada' has signed in from 127.0.0.1",
-        "rabbitdelay web: wrong password for 'eve\\nada has signed in' from 127.0.0.1",
+        "rabbitdelay web: wrong password for 'eve\\nada has acted' from 127.0.0.1",
     ]
 
 
@@ -332,7 +355,8 @@ def test_a_wrong_option_says_what_it_takes_and_not_its_value(make: Make) -> None
         ({"users": USERS, "identify": print}, "only one of users, proxy_header and identify"),
         ({"proxies": ["10.0.0.1"]}, "set both of proxy_header and proxies"),
         ({"proxy_header": "X-User", "proxies": ["here"]}, "takes addresses and networks"),
-        ({"secret": "secret word"}, "at least 32 bytes"),
+        ({"users": {"ada:b": USERS["ada"]}}, "the name 'ada:b' has a colon"),
+        ({"secret": "secret word"}, "no such option"),
     ]
     for options, says in wrong:
         with pytest.raises(InvalidSetting) as raised:

@@ -14,7 +14,6 @@ from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.web import shown
-from celery_rabbitdelay.web.access import COOKIE, LASTS, Session, Sessions
 from celery_rabbitdelay.web.options import DUMMY_HASH, User, hash_password, is_hash, is_password
 from celery_rabbitdelay.web.pages import PAGES
 from celery_rabbitdelay.web.site import MOST_AT_ONCE, Verb, Work, Works, in_batches
@@ -72,21 +71,6 @@ def test_a_hash_is_of_one_password_and_two_of_it_differ() -> None:
     for wrong in ("", "a word", "md5:1:1:1:x:y", None, 7, DUMMY_HASH[:-1]):
         assert not is_hash(wrong)
         assert not is_password("a word", str(wrong))
-
-
-def test_a_token_is_of_one_session_user_and_secret_and_a_cookie_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sessions, session = Sessions("s" * 32), Session.new()
-    token, cookie = sessions.token(session, "ada"), sessions.written(session)
-    assert sessions.is_token(token, session, "ada")
-    assert not sessions.is_token(token, session, "vera")
-    # No two lists of words have the same token.
-    joined = session._replace(key=f"{session.key}a")
-    assert sessions.token(joined, "da") != token
-    assert (sessions.read(cookie), Sessions().read(cookie)) == (session, None)
-    monkeypatch.setitem(LASTS, COOKIE, -1)
-    assert sessions.read(cookie) is None
 
 
 def until_ended(work: Work) -> Work:
