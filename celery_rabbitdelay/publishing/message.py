@@ -102,7 +102,7 @@ class WaitingMessage(NamedTuple):
 def body_of(message: amqp.Message) -> bytes:
     """Return a message's body as the bytes that are sent or were received; never raises.
 
-    py-amqp encodes a text, and decodes a received body, by The ``content_encoding``, which is not
+    py-amqp encodes a text, and decodes a received body, by the ``content_encoding``, which is not
     trusted: an empty body is a text whatever the encoding, and not every encoding can be reversed.
     """
     body: str | bytes = message.body

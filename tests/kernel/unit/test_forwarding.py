@@ -152,6 +152,17 @@ def test_only_what_waited_for_less_than_it_was_put_back_for_is_counted_and_told(
     assert all(word in caplog.text for word in ("message-ttl", "list_policies", "clocks"))
 
 
+@pytest.mark.parametrize(
+    ("until_ms", "noted_ms"),
+    [(NOW + 5000, 0), (NOW + 9000, NOW + 9000), (NOW + 3 * A_DAY, NOW + A_DAY)],
+)
+def test_a_message_says_until_when_it_was_put_back_unless_that_is_its_due_time(
+    until_ms: int, noted_ms: int
+) -> None:
+    again, _ = forwarding.waiting_on(TOPOLOGY, waiting(due_in(5000)), until_ms)
+    assert again.headers.early == EarlyHeader(1, noted_ms)
+
+
 # Messages that their destination does not take.
 
 
@@ -235,6 +246,69 @@ def test_numbers_of_no_module_do_not_count(attempts: int, since: int, is_counted
     failures = redelivery(NOW).after_failure(message(), told, "gone").message.headers.failures
     counted = (attempts + 1, min(since, NOW), "full")
     assert failures == (counted if is_counted_on else (1, NOW, "gone"))
+
+
+def test_a_pause_is_no_longer_than_the_levels_reach(wall: Clock) -> None:
+    tried = Redelivery(SIX_SECONDS, 86_400, middle)
+    received = tried.after_failure(message(), DelayHeaders(), "full").message.headers
+    wall.now_ns += 3_600_000 * 1_000_000
+    later = tried.after_failure(message(), received, "full")
+    assert (later.exchange, later.routing_key) == ("rabbitdelay.seconds.x1", "5.%distribution")
+
+
+@pytest.mark.parametrize(
+    ("queue_type", "obstacle", "is_lowered"),
+    [
+        ("quorum", None, True),
+        ("quorum", "full", True),
+        ("classic", None, True),
+        ("classic", "full", False),  # its levels release it straight to its queue
+    ],
+)
+def test_what_only_distribution_restores_is_lowered_for_distribution_and_for_quorum_queues(
+    queue_type: Any, obstacle: str | None, is_lowered: bool
+) -> None:
+    tried = Redelivery(Topology(queue_type=queue_type), 86_400, middle)
+    given = message(priority=9)._replace(obstacle=obstacle)
+    later = tried.after_failure(given, DelayHeaders(), "full").message
+    assert later.amqp().properties["priority"] == (4 if is_lowered else 9)
+
+
+def of_later_version(**headers: Any) -> amqp.Message:
+    """Return a message that this version cannot read."""
+    made = due_in(-1000, **headers)
+    made.properties["priority"], made.delivery_info = 9, {"routing_key": "reports"}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("headers", "added"),
+    [
+        ({}, {header_names.PRIORITY: 9}),
+        ({header_names.SIGNATURE: "signed"}, {}),
+        ({header_names.PRIORITY: 7}, {}),
+    ],
+)
+def test_a_message_of_a_later_version_keeps_its_headers(
+    headers: dict[str, Any], added: dict[str, Any]
+) -> None:
+    received = of_later_version(**headers)
+    before = dict(received.properties["application_headers"])
+    later = redelivery().until_upgraded(received, "version 9")
+    counted = {header_names.ATTEMPTS: 1, header_names.FAILED_SINCE: NOW}
+    found = headers_of(later)
+    told = {header_names.FIRST_REASON, header_names.REASON}
+    assert {name: each for name, each in found.items() if name not in told} == {
+        **before,
+        **added,
+        **counted,
+    }
+    assert later.message.amqp().properties["priority"] == 4
+
+
+def test_a_message_of_a_later_version_is_undeliverable_in_the_end_with_its_own_key() -> None:
+    last = redelivery(0).until_upgraded(of_later_version(), "version 9")
+    assert (last.exchange, last.routing_key, last.reroute) == (UNDELIVERABLE, "reports", None)
 
 
 # What AMQP cannot carry, and what is undeliverable.
