@@ -322,7 +322,7 @@ class DelayHeaders(NamedTuple):
     def to_headers(self) -> dict[str, Any]:
         """Return the headers: the inverse of :func:`parse`."""
         headers = {**self.others, **self.registry}
-        for field, name in _FIELDS.items():
+        for name, field in _FIELDS.items():
             if (value := getattr(self, field)) != self._field_defaults[field]:
                 headers[name] = value
         if self.early != NEVER_EARLY:
@@ -360,17 +360,17 @@ class DelayHeaders(NamedTuple):
         )
 
 
-#: The fields of :class:`DelayHeaders` that stand for a single header.
+#: The fields of :class:`DelayHeaders` that stand for a single header, by the header's name.
 _FIELDS: Final = {
-    "due_ms": DUE,
-    "exchange": EXCHANGE,
-    "routing_key": ROUTING_KEY,
-    "queue": QUEUE,
-    "priority": PRIORITY,
-    "expiration": EXPIRATION,
-    "reason": REASON,
-    "redriven": REDRIVEN,
-    "signature": SIGNATURE,
+    DUE: "due_ms",
+    EXCHANGE: "exchange",
+    ROUTING_KEY: "routing_key",
+    QUEUE: "queue",
+    PRIORITY: "priority",
+    EXPIRATION: "expiration",
+    REASON: "reason",
+    REDRIVEN: "redriven",
+    SIGNATURE: "signature",
 }
 
 
@@ -442,7 +442,8 @@ def parse(headers: Mapping[str, object]) -> tuple[DelayHeaders, dict[str, str]]:
         that is None, and for an unknown ``rabbitdelay-*`` header, which is dropped. Failures count
         only if all three headers are valid.
     """
-    valid: dict[str, Any] = {}
+    known: dict[str, Any] = {}  # by field
+    valid: dict[str, Any] = {}  # by name
     problems: dict[str, str] = {}
     others: dict[str, object] = {}
     for name, value in headers.items():
@@ -451,19 +452,18 @@ def parse(headers: Mapping[str, object]) -> tuple[DelayHeaders, dict[str, str]]:
             if name not in BROKER_HEADERS and name[:_PREFIX_LENGTH] not in _PREFIXES:
                 others[name] = value
         elif kind[0](value):
-            valid[name] = value
+            (known if name in _FIELDS else valid)[_FIELDS.get(name, name)] = value
         elif value is not None:
             problems[name] = f"its header {name} is {shortened(value)}, not {kind[1]}"
     if isinstance(nested := others.get(NESTED_HEADERS), Mapping):
         others[NESTED_HEADERS] = strip(nested)
-    known: dict[str, Any] = {field: valid[name] for field, name in _FIELDS.items() if name in valid}
     if EARLY in valid:
         known["early"] = EarlyHeader.of(valid[EARLY])
     if ATTEMPTS in valid and FAILED_SINCE in valid and FIRST_REASON in valid:
         known["failures"] = Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON])
     if not REGISTRY.isdisjoint(valid):
         known["registry"] = {name: valid[name] for name in REGISTRY & valid.keys()}
-    return DelayHeaders(**known, others=others), dict(sorted(problems.items()))
+    return DelayHeaders(**known, others=others), problems and dict(sorted(problems.items()))
 
 
 def unopened(headers: Mapping[str, object]) -> DelayHeaders:
