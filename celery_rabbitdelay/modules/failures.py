@@ -30,8 +30,9 @@ ASK_AGAIN: Final = 1.0
 #: channel, and some milliseconds in which the module publishes nothing.
 MAX_MISSING: Final = 20
 
-#: The context of a publication: the received message, and the message published for it.
-Origin: TypeAlias = tuple[Received, Outgoing]
+#: The context of a publication: the received message, the message published for it, and the name of
+#: its destination.
+Origin: TypeAlias = tuple[Received, Outgoing, str | None]
 
 
 @dataclass(eq=False, repr=False)
@@ -179,8 +180,8 @@ class Forwarder:
         Raises:
             PublishError: The broker does not accept messages for ``undeliverable``.
         """
-        received, outgoing = cast(Origin, publication.context)
-        error, destination = publication.error, self._destination(outgoing)
+        received, outgoing, destination = cast(Origin, publication.context)
+        error = publication.error
         received.pending -= 1
         self.bytes_in_flight -= len(publication.content.body)
         in_time = not isinstance(error, exceptions.ConfirmTimeout)
@@ -301,7 +302,7 @@ class Forwarder:
 
     def _publication(self, received: Received, outgoing: Outgoing, content: Content) -> Publication:
         address, destination = outgoing.address, self._destination(outgoing)
-        origin: Origin = received, outgoing
+        origin: Origin = received, outgoing, destination
         publication = Publication(content, outgoing.reroute or (lambda: address), origin)
         publication.deadline = time.monotonic() + self.module.timeout
         publication.single_attempt = destination is not None
