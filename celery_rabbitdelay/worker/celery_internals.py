@@ -36,10 +36,7 @@ Request: TypeAlias = Any
 
 
 @control.inspect_command(
-    name="conf",
-    alias="dump_conf",
-    signature="[include_defaults=False]",
-    args=[("with_defaults", strtobool)],
+    alias="dump_conf", signature="[include_defaults=False]", args=[("with_defaults", strtobool)]
 )
 def conf(state: object, with_defaults: bool = False, **options: object) -> dict[str, object]:
     """List configuration, without passwords; replaces Celery's control command."""
