@@ -284,7 +284,7 @@ MAX_NAME: Final = 222
 #: The longest jitter, in milliseconds: a day.
 MAX_JITTER_MS: Final = 86_400_000
 
-#: What happens to an occurrence if another run of its schedule has not ended.
+#: The ways to treat an occurrence while another run of its schedule has not ended.
 Overlap = Literal["allow", "skip", "queue-one"]
 
 #: After missed occurrences, run a single one, or run all of them, one after the other.
@@ -304,7 +304,7 @@ class Occurrence(NamedTuple):
         catch_up_ms: How many milliseconds late the occurrence may still run; or :data:`LAST` or
             :data:`ALL`.
         jitter_ms: The largest jitter in milliseconds. The jitter is computed from the instant.
-        overlap: What happens if another run of the schedule has not ended: skip, wait or run.
+        overlap: Whether to skip, wait or run while another run of the schedule has not ended.
         options: The options of the task.
         order: A number that grows with every edit of the schedule.
         revision: A fingerprint of the arguments of ``put``.

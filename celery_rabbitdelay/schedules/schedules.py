@@ -80,7 +80,7 @@ class Schedule(NamedTuple):
         next_id: The task id of the next occurrence; cancel it to skip the occurrence.
         is_paused: Whether the schedule is paused.
         recurrence: When it is due.
-        overlap: What happens to an occurrence if another run has not ended.
+        overlap: How to treat an occurrence while another run has not ended.
         catch_up: Which missed occurrences run: "last", "all", or the largest lateness in seconds.
         jitter: The largest jitter of an occurrence, in seconds.
         last: The due time, the arrival and the fate of the last occurrence that arrived; None if

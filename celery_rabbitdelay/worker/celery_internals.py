@@ -109,9 +109,8 @@ def bound_bodies(consumer: Consumer, refuse: Callable[[Message, str], None]) -> 
     """Mark delayed messages, and refuse a delayed message whose decompressed body is too large.
 
     The limit is ``rabbitdelay_max_message_bytes``. kombu decompresses a body as soon as it receives
-    the message, in the worker's main process. Delayed messages are those that have passed the
-    levels or check-in; other messages have no limit. Any message with unreadable properties is
-    refused.
+    the message, in the worker's main process. A delayed message has passed the levels or check-in;
+    other messages have no limit. Any message with unreadable properties is refused.
 
     Args:
         consumer: The worker's consumer, on one connection.

@@ -377,7 +377,7 @@ def main(folder: Path, pictures: list[Picture], *, whole: bool) -> None:
         chromium = stack.enter_context(Chromium())
         tab = stack.enter_context(chromium.tab(f"http://localhost:{page.port}"))
         tab.sign_in(USER, PASSWORD)
-        tab.see("tasks overdue:", "tasks held:", "≤")  # the lateness of those that have run
+        tab.see("tasks overdue:", "tasks held:", "≤")  # the lateness of tasks that have run
         for each in pictures:
             take(tab, each, task, folder, whole=whole)
 
