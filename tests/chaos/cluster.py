@@ -3,17 +3,21 @@
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from celery_rabbitdelay.testing import wait_for
 from tests.brokers import BROKERS, packaged_version, system_with
-from tests.chaos.clocks import library, off_by
+from tests.chaos.preloads import PRELOAD, library, off_by
 from tests.private_broker import QUIET
 from tests.rabbitmq_node import RabbitMQNode
 from tests.set_up import SetUp
+
+#: The name of the file in a node's folder that makes its disk slow.
+SLOW: Final = "slow"
 
 #: How many nodes that node sees which sees the fewest, itself apart.
 FEWEST_SEEN: Final = (
@@ -38,12 +42,12 @@ class Node(RabbitMQNode):
     """A node of a cluster.
 
     Attributes:
-        ahead: Seconds that its clock is ahead.
+        further: Further variables of its environment; a change counts when the node starts again.
         arguments: Further arguments of Erlang.
         while_waiting: Called while the node starts, for what has to go on meanwhile.
     """
 
-    ahead = 0
+    further: Mapping[str, str] = MappingProxyType({})
     arguments = ""
     while_waiting: Callable[[], object] = staticmethod(lambda: None)
 
@@ -55,14 +59,25 @@ class Node(RabbitMQNode):
         """End the node in order; its data stay."""
         self._end(signal.SIGTERM)
 
+    @contextmanager
+    def with_slow_disk(self) -> Iterator[None]:
+        """Slow down the node's disk until the block ends; the node preloads the library."""
+        (self.folder / SLOW).touch()
+        yield
+        (self.folder / SLOW).unlink()
+
     def _environment(self) -> dict[str, str]:
         environment = super()._environment()
         environment["RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS"] += f" {self.arguments}"
-        if not self.ahead:
-            return environment
-        # The node sees its folder, but perhaps not this machine's libraries.
-        shutil.copy(library(), self.folder)
-        return {**environment, **off_by(self.ahead, f"{self._home}/{library().name}")}
+        further = dict(self.further)
+        if PRELOAD in further:
+            # The node sees its folder, but perhaps not this machine's libraries.
+            copied = self.folder / library().name
+            if not copied.exists():  # a process may have it mapped
+                shutil.copy(library(), copied)
+            further[PRELOAD] = f"{self._home}/{copied.name}"
+            further["SLOW_DISK"] = f"{self._home}/{SLOW}"
+        return {**environment, **further}
 
 
 class Cluster(SetUp):
@@ -85,7 +100,7 @@ class Cluster(SetUp):
         for number in range(count):
             self.nodes.append(self._node(number, self.nodes[0] if number else None))
         for number, seconds in (clocks or {}).items():
-            self.nodes[number].ahead = seconds
+            self.nodes[number].further = off_by(seconds)
 
     def _node(self, number: int, first: Node | None) -> Node:
         return Node(self._root, QUIET, first)

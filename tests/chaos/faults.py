@@ -19,9 +19,9 @@ from celery_rabbitdelay.kombu import Topology, bind_destination
 from celery_rabbitdelay.testing import wait_for
 from tests import node_control
 from tests.chaos.application import PREFIX, SOUND
-from tests.chaos.clocks import off_by
 from tests.chaos.kinds import FANNED, SCHEDULED
 from tests.chaos.network import CUTS
+from tests.chaos.preloads import off_by
 from tests.chaos.stage import done, frozen, killed
 from tests.redis_servers import ConfiguredRedis
 
@@ -145,6 +145,24 @@ def changed(soak: Any, workers: Sequence[Any], further: dict[str, str]) -> Itera
 def clock(seconds: int) -> Make:
     """The clock of a worker is off."""
     return lambda soak, drawn: changed(soak, [worker(soak, drawn)], off_by(seconds))
+
+
+def clock_of_node(seconds: int) -> Make:
+    """A node is restarted with a clock that is off, and later with the right one."""
+
+    @contextmanager
+    def make(soak: Any, drawn: random.Random) -> Iterator[None]:
+        of = node(soak, drawn)
+        right = of.further
+        for variables in (off_by(seconds), right):
+            of.end()
+            of.further = variables
+            of.start()
+            wait_for(soak.cluster.is_together, "the whole cluster", 180, interval=2.0)
+            if variables is not right:
+                yield
+
+    return make
 
 
 @contextmanager
@@ -277,6 +295,13 @@ FAULTS: Final = {
         needs="nodes",
     ),
     "nodes restarted one by one": Fault("brokers", (0, 0), rolling, copies=True),
+    "node's clock ahead": Fault(
+        "brokers", (10, 30), clock_of_node(20), copies=True, early_ms=TOLERATED_MS
+    ),
+    "node's clock behind": Fault(
+        "brokers", (10, 30), clock_of_node(-20), copies=True, early_ms=TOLERATED_MS
+    ),
+    "slow disk": Fault("brokers", (10, 30), lambda s, d: node(s, d).with_slow_disk(), copies=True),
     "memory alarm": Fault(
         *("brokers", (5, 25)),
         alarm(node_control.set_memory_limit, "{absolute, 1000000}", "0.4"),

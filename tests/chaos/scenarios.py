@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 from kombu import Queue
 
 from tests.chaos.application import PREFIX, SOUND, Stream, task_queue
-from tests.chaos.clocks import off_by
 from tests.chaos.cluster import Cluster
 from tests.chaos.faults import FAULTS
+from tests.chaos.preloads import off_by
 from tests.chaos.soak import CALM, play_soak
 from tests.chaos.stage import Stage, frozen, killed
 

@@ -29,6 +29,7 @@ from tests.chaos.faults import FAULTS, READY, Planned, plan
 from tests.chaos.kinds import FANNED, QUEUES, SCHEDULED, Mixed
 from tests.chaos.ledger import Sent, Trouble, now_ms
 from tests.chaos.network import NetworkedCluster
+from tests.chaos.preloads import off_by
 from tests.chaos.programs import Producer, Worker
 from tests.chaos.spark_stream import Streamed
 from tests.chaos.stage import Stage
@@ -89,6 +90,7 @@ class Soak(Stage):
         self._error: Exception | None = None
         for node in self.cluster.nodes:
             node.arguments = OF_ERLANG
+            node.further = off_by(0)
         super()._set_up(stack)
         for node in self.cluster.nodes:
             node.while_waiting = lambda: None

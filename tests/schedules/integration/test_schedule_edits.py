@@ -19,7 +19,7 @@ from celery_rabbitdelay.schedules import runs
 from celery_rabbitdelay.schedules.recurrence import ALL, Occurrence, Recurrence
 from celery_rabbitdelay.testing import wait_for
 from tests.celery_process import CeleryProcess
-from tests.chaos.clocks import off_by
+from tests.chaos.preloads import off_by
 from tests.kernel.integration.arrivals import wait_until_waiting
 from tests.kernel.integration.shop import PATIENCE, named
 from tests.kernel.integration.trouble import suspended

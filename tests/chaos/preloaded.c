@@ -1,5 +1,6 @@
 /* Preloaded into a process, it shifts the time of day by WRONG_CLOCK seconds, and nothing else:
-   neither the monotonic clock nor how long anything sleeps. */
+   neither the monotonic clock nor how long anything sleeps. Each synchronization of a file with
+   the disk takes 200 ms more while there is a file SLOW_DISK. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -7,6 +8,7 @@
 #include <stdlib.h>
 #include <sys/time.h>
 #include <time.h>
+#include <unistd.h>
 
 static long offset(void) {
     static long seconds;
@@ -50,3 +52,14 @@ int sem_timedwait(sem_t *restrict semaphore, const struct timespec *restrict lim
     struct timespec true_limit = {limit->tv_sec - offset(), limit->tv_nsec};
     return real(semaphore, &true_limit);
 }
+
+static int synchronized(const char *name, int file) {
+    const char *slow = getenv("SLOW_DISK");
+    struct timespec more = {0, 200000000};
+    if (slow && !access(slow, F_OK)) nanosleep(&more, NULL);
+    return ((int (*)(int)) dlsym(RTLD_NEXT, name))(file);
+}
+
+int fsync(int file) { return synchronized("fsync", file); }
+
+int fdatasync(int file) { return synchronized("fdatasync", file); }

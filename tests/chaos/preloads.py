@@ -1,7 +1,7 @@
-"""Wrong clocks: a process whose time of day is off, by a small library that it preloads.
+"""Processes whose clock is off or whose disk is slow, by a small library that they preload.
 
 The monotonic clock stays true, so that the ledger's instants do as well. The library is
-``wrong_clock.c``, and not faketime, which also changes how long a process sleeps: under 0.9.10,
+``preloaded.c``, and not faketime, which also changes how long a process sleeps: under 0.9.10,
 Python's ``time.sleep`` fails with EINVAL.
 """
 
@@ -13,18 +13,14 @@ from typing import Final
 
 from tests.brokers import NotPossibleHere
 
-SOURCE: Final = Path(__file__).with_name("wrong_clock.c")
-BUILT: Final = SOURCE.parents[2] / "build" / "chaos" / "wrong_clock.so"
+SOURCE: Final = Path(__file__).with_name("preloaded.c")
+PRELOAD: Final = "LD_PRELOAD"
+BUILT: Final = SOURCE.parents[2] / "build" / "chaos" / "preloaded.so"
 
 
-def off_by(seconds: int, preloaded: Path | str | None = None) -> dict[str, str]:
-    """Return the environment variables of a process whose clock is off.
-
-    Args:
-        seconds: How far it is ahead; a negative number if it is behind.
-        preloaded: The library as the process sees it; the machine's own by default.
-    """
-    return {"LD_PRELOAD": str(preloaded or library()), "WRONG_CLOCK": str(seconds)}
+def off_by(seconds: int) -> dict[str, str]:
+    """Return the environment variables of a process whose clock is ahead, or behind if negative."""
+    return {PRELOAD: str(library()), "WRONG_CLOCK": str(seconds)}
 
 
 def library() -> Path:
