@@ -1,6 +1,6 @@
 """Delayed Celery tasks that wait in RabbitMQ instead of in a worker.
 
-A delay is a number, written digit by digit. Each digit is a queue with a time to live that
+A delay is a number, written digit by digit. Each digit is a queue with a message TTL that
 dead-letters to the next digit's exchange::
 
     from celery_rabbitdelay import Celery

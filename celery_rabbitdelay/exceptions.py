@@ -393,7 +393,7 @@ class PublishError(RabbitDelayError, OperationalError):
 
 
 class MessageNacked(PublishError):
-    """The broker nacked the message (``basic.nack``): a queue was full or its leader away.
+    """The broker nacked the message (``basic.nack``): a queue was full or its leader down.
 
     The broker may accept the same message later. The broker does not have the message, unless an
     earlier attempt ended with a lost connection.

@@ -1,22 +1,11 @@
 """A browser without a window: asks the page, and reads its HTML."""
 
 import asyncio
-import base64
-import hashlib
 import re
 from html.parser import HTMLParser
 from typing import Any
 
 import httpx
-
-
-def quick_hash(password: str) -> str:
-    """Return a hash as ``hash_password`` does, at the lowest cost: the tests compute it."""
-    salt = bytes(16)
-    key = hashlib.scrypt(password.encode(), salt=salt, n=2, r=1, p=1, dklen=32)
-    return ":".join(
-        ["scrypt:2:1:1", *(base64.urlsafe_b64encode(each).decode() for each in (salt, key))]
-    )
 
 
 class Browser:

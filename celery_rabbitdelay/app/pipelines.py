@@ -169,7 +169,7 @@ class TaskPipeline:
 
     @contextmanager
     def joined(self, producer: Producer) -> Iterator[None]:
-        """Let sends with a producer of Celery's pool go through this block."""
+        """Redirect sends that use ``producer`` to this block."""
         self._joined.append(producer)
         try:
             yield

@@ -34,7 +34,7 @@ class Row(NamedTuple):
         kwargs: Its keyword arguments.
         delay: Seconds, or a timedelta, until the task may start, counted from the moment when the
             row is read.
-        eta: Instead of a delay: the instant at which the task may start.
+        eta: The instant at which the task may start, instead of ``delay``.
         task_id: The task's id; random by default.
         key: The task's key: only the newest task under a key runs; needs the registry.
     """

@@ -241,7 +241,7 @@ class Addition:
 
 
 def checked_added_options(options: Options, delays: Delays) -> OwnOptions:
-    """Return the options of additions among a send's options; the additions check them.
+    """Return a send's options for additions, after each addition checks its own.
 
     Celery silently drops unknown options. Callers rely on the options that they pass, so an option
     without effect is an error, whether or not the send has a delay.

@@ -449,7 +449,7 @@ def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[st
         if name in unread and name not in read:
             key = unread[name]
             kind = setting_types(_group(name, key))[name]
-            reason = f"Celery does not read this key; write {_key_of(name, namespace)}"
+            reason = f"Celery does not read this key; use {_key_of(name, namespace)}"
             raise exceptions.InvalidSetting(key, kind.shown(configuration[key]), reason)
     return read
 

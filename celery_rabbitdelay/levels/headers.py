@@ -346,7 +346,7 @@ class DelayHeaders(NamedTuple):
     def for_consumer(self) -> DelayHeaders:
         """Return the headers that the message's consumer sees.
 
-        The destination is kept only for a message to one queue, whose worker restores it.
+        Only a message for one queue keeps its destination, which the worker restores.
         """
         is_named = self.queue is not None
         return DelayHeaders(

@@ -122,7 +122,7 @@ class Received:
 
 
 class HeldBytes:
-    """The bytes of a consumer's unsettled messages.
+    """The bytes of a consumer's unacknowledged messages.
 
     RabbitMQ has no prefetch in bytes (https://www.rabbitmq.com/docs/specification). So the prefetch
     count is derived from the largest of the latest messages.
@@ -173,7 +173,7 @@ class Deliveries:
 
     Attributes:
         waiting: The received messages that have no published message yet.
-        unfinished: The number of unsettled messages.
+        unfinished: The number of unacknowledged messages.
         are_redelivered: Whether all messages so far were redelivered.
         consuming: Whether to consume.
         channel: The channel.
@@ -308,7 +308,8 @@ class Deliveries:
         """Requeue a message that exceeds the budget; stop consuming until there is room."""
         if self._tag is not None:
             logger.info(
-                "rabbitdelay %s: consuming is paused, because unsettled messages take %s bytes.",
+                "rabbitdelay %s: consuming is paused, because unacknowledged messages take "
+                "%s bytes.",
                 self._module.name,
                 f"{self._held.held:,}",
             )

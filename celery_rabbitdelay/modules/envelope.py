@@ -154,7 +154,7 @@ class OpenedEnvelope:
             count += 1
             content = _next_block(blocks, self._max_body_bytes, "message")
             if content is None:
-                raise InvalidEnvelope("it ends in the middle of a message")
+                raise InvalidEnvelope("its last message is truncated")
             headers, properties = _parts(_from_json(own))
             if self._copied_headers:
                 headers |= _copied(self._copied_headers, headers)
@@ -206,13 +206,13 @@ def _next_block(file: BinaryIO, most: int, what: str) -> bytes | None:
     if not length:
         return None
     if len(length) < _LENGTH.size:
-        raise InvalidEnvelope("it ends in the middle of a length")
+        raise InvalidEnvelope("its last length prefix is truncated")
     (size,) = _LENGTH.unpack(length)
     if size > most:
         raise InvalidEnvelope(f"it has a {what} of {size} bytes, more than {most}")
     block = file.read(size)
     if len(block) < size:
-        raise InvalidEnvelope("it ends in the middle of a block")
+        raise InvalidEnvelope("its last block is truncated")
     return block
 
 
@@ -261,7 +261,7 @@ def blocks_of(data: bytes) -> Iterator[bytes]:
     """Yield the blocks of an uncompressed envelope, without their lengths.
 
     Raises:
-        InvalidEnvelope: The data ends in the middle of a block.
+        InvalidEnvelope: The data is truncated.
     """
     blocks = io.BytesIO(data)
     while (block := _next_block(blocks, len(data), "block")) is not None:

@@ -294,7 +294,7 @@ class Service(ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop receiving, finish the unsettled messages, and end the thread."""
+        """Stop receiving, finish the unacknowledged messages, and end the thread."""
         self.stopping.set()
         self._thread.join(STOP_TIMEOUT)
 

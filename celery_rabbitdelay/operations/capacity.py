@@ -77,7 +77,7 @@ class Capacity(NamedTuple):
         disk_bytes: Disk per node.
         memory_bytes: Memory per node.
         cores: Busy cores per node.
-        busiest_share: The fraction of all messages that pass the busiest queue, without shards.
+        busiest_rate: The messages per second that pass the busiest queue, without shards.
         shards: The number of shards that the rate needs.
     """
 
@@ -87,7 +87,7 @@ class Capacity(NamedTuple):
     disk_bytes: float
     memory_bytes: float
     cores: float
-    busiest_share: float
+    busiest_rate: float
     shards: int
 
 
@@ -116,6 +116,7 @@ def capacity_of(load: Load, layout: Layout, nodes: int) -> Capacity:
         processor_us *= REPLICATED
     replicas = min(REPLICAS, nodes)
     share = replicas / nodes
+    busiest_rate = rate * busiest / SAMPLES
     return Capacity(
         messages=messages,
         stops=stops,
@@ -123,8 +124,8 @@ def capacity_of(load: Load, layout: Layout, nodes: int) -> Capacity:
         disk_bytes=messages * disk * share,
         memory_bytes=memory * share,
         cores=rate * processor_us / 1e6 * share,
-        busiest_share=busiest / SAMPLES,
-        shards=max(ceil(rate * busiest / SAMPLES / QUEUE_RATE), 1),
+        busiest_rate=busiest_rate,
+        shards=max(ceil(busiest_rate / QUEUE_RATE), 1),
     )
 
 
@@ -177,19 +178,18 @@ def capacity(nodes: int, load: Load, **options: object) -> None:
     """Estimate RabbitMQ's resources for waiting tasks. No broker is contacted."""
     topology = shared.topology(options)
     found = capacity_of(load, topology.layout, nodes)
-    shared.answer(found._asdict(), _lines(found, load, topology))
+    shared.answer(found._asdict(), _lines(found, load.tasks, topology))
 
 
-def _lines(found: Capacity, load: Load, topology: Topology) -> Iterator[str]:
-    passed = load.rate / load.per_message * found.busiest_share
+def _lines(found: Capacity, tasks: float, topology: Topology) -> Iterator[str]:
     yield (
-        f"{load.tasks:,.0f} tasks in {found.messages:,.0f} messages, "
+        f"{tasks:,.0f} tasks in {found.messages:,.0f} messages, "
         f"in {len(topology.queues)} queues of {found.replicas} replicas; each node takes"
     )
     yield f"  disk       {found.disk_bytes / 1e9:,.1f} GB"
     yield f"  memory     {found.memory_bytes / 1e9:,.1f} GB"
     yield f"  processor  {found.cores:,.1f} cores, for {found.stops:.1f} stops a message"
     yield (
-        f"The busiest queue passes on {passed:,.0f} messages a second, of {QUEUE_RATE:,}: "
+        f"The busiest queue passes on {found.busiest_rate:,.0f} messages a second, of {QUEUE_RATE:,}: "
         f"rabbitdelay_shards = {found.shards}"
     )

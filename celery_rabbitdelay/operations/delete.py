@@ -40,7 +40,7 @@ def delete(
     a task queue refuses them.
     """
     if shared.as_json() and not (yes or dry_run):
-        raise click.UsageError("--json cannot ask for confirmation: give --yes or --dry-run")
+        raise click.UsageError("--json cannot ask for confirmation: pass --yes or --dry-run")
     topology = shared.topology(options)
     with shared.broker() as connection:
         # Another layout under the prefix shares the queues of the modules with this one.
@@ -125,6 +125,6 @@ def _with_held(
 
 def _ask(prefix: str, messages: int) -> None:
     if not sys.stdin.isatty():
-        raise click.UsageError("the standard input is not a terminal: give --yes or --dry-run")
+        raise click.UsageError("the standard input is not a terminal: pass --yes or --dry-run")
     lost = f" and lose {messages:,} messages" if messages else ""
     click.confirm(f"Delete the levels of {prefix}{lost}?", abort=True, err=True)

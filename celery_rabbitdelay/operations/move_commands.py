@@ -164,7 +164,7 @@ def _check_registry(delays: Delays, prefix: str) -> None:
         raise click.UsageError(
             f"the registry of this application has the prefix {known!r}, and does not know the "
             f"tasks that were sent under {prefix!r}: cancelled tasks would run. Set "
-            f"rabbitdelay_registry_prefix = {prefix!r}, or give --ignore-registry"
+            f"rabbitdelay_registry_prefix = {prefix!r}, or pass --ignore-registry"
         )
 
 
@@ -257,7 +257,7 @@ def _lines(moved: Moved, missing: Sequence[str], unnamed: Sequence[str]) -> Iter
             "  these queues are not bound: the application does not have them. Their messages "
             "wait until the queues are bound, but become undeliverable rabbitdelay_retry_for (a "
             "day) after they are due. Start a worker that consumes from the queues, call "
-            "celery_rabbitdelay.kombu.bind_destination, or give --allow: "
+            "celery_rabbitdelay.kombu.bind_destination, or pass --allow: "
             f"{shared.first_of(unnamed, MAX_NAMED)}"
         )
 

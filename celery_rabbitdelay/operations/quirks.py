@@ -72,7 +72,7 @@ PASSIVE_PERMISSION: Final = Quirk(first=(4, 3))
 #: ACCESS_REFUSED does not say which permission is missing; the refused method shows it.
 UNNAMED_PERMISSION: Final = Quirk(last=(3,))
 
-#: The management API does not list the bindings of a queue whose node is away. verify expects
+#: The management API does not list the bindings of a queue whose node is down. verify expects
 #: no binding of such a queue.
 UNLISTED_BINDINGS: Final = Quirk(last=(4, 2))
 

@@ -205,7 +205,7 @@ def _worker_lines(worker: str, modules: Json) -> Iterator[str]:
     if "error" in modules:
         yield f"{worker}: cannot answer: {modules['error']}"
         return
-    yield worker if modules.keys() - {ARRIVALS} else f"{worker}: serves no module"
+    yield worker if modules.keys() - {ARRIVALS} else f"{worker}: serves no modules"
     for name, counts in modules.items():
         if name != PROBE:
             values = (f"{round(value, 1):,} {key}" for key, value in counts.items())

@@ -144,7 +144,7 @@ def export(wanted: read.UndeliverableFilter) -> None:
 def purge(wanted: read.UndeliverableFilter, limit: int | None, dry_run: bool, yes: bool) -> None:
     """Delete the messages that match the options; without options, all messages."""
     if shared.as_json() and not (yes or dry_run):
-        raise click.UsageError("--json cannot ask for confirmation: give --yes or --dry-run")
+        raise click.UsageError("--json cannot ask for confirmation: pass --yes or --dry-run")
     with shared.broker() as connection:
         place = Place(connection, shared.delays().topology)
         remove = partial(read.redrive, place, None, wanted.matches)

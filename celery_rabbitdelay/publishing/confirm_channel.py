@@ -34,7 +34,7 @@ OnSettled: TypeAlias = Callable[[Publication], None]
 
 
 class Unconfirmed(dict[int, Publication]):
-    """The unsettled publications of one channel, by delivery tag, in the order of sending.
+    """The unconfirmed publications of one channel, by delivery tag, in the order of sending.
 
     Opens no connection.
 
@@ -59,7 +59,7 @@ class Unconfirmed(dict[int, Publication]):
         for publication in [self.pop(each) for each in tags if each in self]:
             if is_nack:
                 address = publication.exchange, publication.routing_key
-                reason = "the broker nacked the message: a queue is full, or its leader is away"
+                reason = "the broker nacked the message: a queue is full, or its leader is down"
                 publication.error = MessageNacked(*address, reason)
             self.on_settled(publication)
 

@@ -159,7 +159,7 @@ def is_declared(connection: Connection, topology: Topology) -> bool:
 def is_complete(connection: Connection, topology: Topology) -> bool:
     """Return whether every exchange and queue of a topology exists, marker and guard included.
 
-    :func:`missing` asks the leader of every queue, and some leaders may be away after the crash of
+    :func:`missing` asks the leader of every queue, and some leaders may be down after the crash of
     a node. With ``nowait``, the broker only checks that the queue exists, so only one queue in
     :data:`METHODS_PER_ANSWER` needs its leader. AMQP has no method to check bindings.
     """
@@ -212,7 +212,7 @@ def delete(connection: Connection, topology: Topology, *, force: bool = False) -
     of the deletion are lost. AMQP counts only ready messages, not unacknowledged ones, so queues
     with consumers are refused; RabbitMQ itself cannot refuse them, because quorum queues do not
     support ``if-unused``. Messages that the broker's dead-letter workers hold, while the next queue
-    is full or its leader is away, are not counted either, and are deleted too.
+    is full or its leader is down, are not counted either, and are deleted too.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
@@ -269,7 +269,7 @@ class Backlog(NamedTuple):
     Attributes:
         levels: The messages per level, by the level's name without prefix. A message that is moving
             from one level to the next is not counted.
-        digits: The messages per digit of all shards, by the level's name and the digit; 0 for a
+        digits: The messages per digit, summed over all shards, by level name and digit; 0 for a
             queue that does not exist.
         others: The messages and consumers of the module queues, as in :func:`module_queues`.
         missing: The names of queues that do not exist.

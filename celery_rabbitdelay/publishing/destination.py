@@ -80,7 +80,7 @@ def may_refuse(
 ) -> bool:
     """Return whether a queue may refuse a message, by its arguments or its name.
 
-    A classic queue of a cluster refuses messages while its node is away. AMQP does not report the
+    A classic queue of a cluster refuses messages while its node is down. AMQP does not report the
     number of nodes: a broker counts as a cluster if the connection's URL lists several hosts.
 
     If a queue refuses a message straight from the levels, the message occupies one of 32 slots in a

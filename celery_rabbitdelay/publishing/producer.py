@@ -45,7 +45,7 @@ class Delayed(NamedTuple):
 
 
 class DelayedProducer(Producer):
-    """Publishes messages that reach their queue after a delay, each confirmed.
+    """Publishes delayed messages, each with a publisher confirm.
 
     In a plain kombu program::
 

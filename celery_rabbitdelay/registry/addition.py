@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 NS_PER_US: Final = 1000
 
-#: Seconds until the next attempt to record a commit again, if Redis was away.
+#: Seconds until the next attempt to record a commit again, if Redis was down.
 CONFIRM_AGAIN: Final = 5.0
 
 

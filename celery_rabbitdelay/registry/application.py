@@ -175,7 +175,7 @@ def is_tracked(delays: Delays, task: object) -> bool:
 
 RETURNED: Final = counter(
     "returned",
-    "Due tasks put back to wait, counted once: postponed, paused, job open, or Redis away.",
+    "Due tasks put back to wait, counted once: postponed, paused, job open, or Redis down.",
 )
 CANCELLED: Final = counter(
     "cancelled", "Due tasks that a worker discarded because they were cancelled."

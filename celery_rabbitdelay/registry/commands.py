@@ -129,7 +129,7 @@ def _of_each(
         **options: The arguments of the method.
     """
     if bool(tasks) == (key is not None):
-        raise click.UsageError("give the ids of tasks, or --key")
+        raise click.UsageError("pass task ids, or --key")
     with with_registry() as delays:
         call = partial(getattr(delays, method), **options)
         return {key: call(key=key)} if key is not None else {task: call(task) for task in tasks}
@@ -225,7 +225,7 @@ def cancel(
     if tasks or key is not None or also_future:
         raise click.UsageError("filters exclude ids, --key and --also-future")
     if shared.as_json() and not (yes or dry_run):
-        raise click.UsageError("--json cannot ask for confirmation: give --yes or --dry-run")
+        raise click.UsageError("--json cannot ask for confirmation: pass --yes or --dry-run")
     job = filters["job"]
     with with_registry() as delays:
         sent_before = instant_of(delays.registry.now_ms() + 1)
@@ -284,7 +284,7 @@ def postpone(
 ) -> None:
     """Change the due time of waiting tasks."""
     if (delay is None) == (eta is None):
-        raise click.UsageError("give --delay, or --eta")
+        raise click.UsageError("pass --delay or --eta")
     _decide(tasks, key, "postpone", delay=delay, eta=eta, also_future=also_future)
 
 
@@ -348,4 +348,4 @@ def resume(task: str | None, queue: str | None) -> None:
 
 def _check(task: str | None, queue: str | None) -> None:
     if bool(task) == bool(queue):
-        raise click.UsageError("give --task, or --queue")
+        raise click.UsageError("pass --task or --queue")

@@ -31,8 +31,8 @@ from celery_rabbitdelay.worker.restore import lateness, may_run_since
 
 logger = get_logger(__name__)
 
-#: The shortest and the longest wait in the levels, in seconds, while Redis is away. In between, a
-#: task waits as long as Redis has been away, plus up to a quarter at random.
+#: The shortest and the longest wait in the levels, in seconds, while Redis is down. In between, a
+#: task waits as long as Redis has been down, plus up to a quarter at random.
 MIN_PAUSE: Final = 5.0
 MAX_PAUSE: Final = 60.0
 
@@ -292,7 +292,7 @@ class Decisions(BatchThread[_Due]):
         )
 
     def _later(self, away: float) -> Decision:
-        """Decide to wait as long as Redis was away (within limits), and then to ask again."""
+        """Decide to wait as long as Redis was down (within limits), and then to ask again."""
         return Decision(Verdict.LATER, wall_clock.ms() + pause_ms(away), is_answer=False)
 
     def _carry_out_all(self, batch: Sequence[_Due], decisions: Sequence[Decision]) -> None:

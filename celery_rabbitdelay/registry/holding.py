@@ -137,7 +137,7 @@ class Holding:
 
         Args:
             task: The name of the tasks.
-            queue: Instead of a name: the name of the queue.
+            queue: The name of a queue, instead of ``task``.
             until: The end of the pause; None if only :meth:`resume` ends it. The new end replaces
                 an earlier end.
 

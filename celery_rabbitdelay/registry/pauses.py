@@ -104,7 +104,7 @@ class Pauses:
         """Return the pauses for :func:`paused_since`, from a cache of :data:`FRESH` seconds.
 
         If the pauses cannot be read, no task is held, and an error is logged. While the server that
-        has them is away, its last answer counts.
+        has them is down, its last answer counts.
 
         Raises:
             RegistryUnavailable: Redis has not answered yet.

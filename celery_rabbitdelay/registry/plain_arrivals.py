@@ -104,7 +104,7 @@ class PlainArrivals(Generic[TaskT]):
         self._connection, self._answer = connection, b""
 
     def give(self, task_id: str, task: TaskT) -> None:
-        """Ask about a task as soon as the question before it is answered."""
+        """Ask Redis about a task once the previous query is answered."""
         self._waiting.append((self._names.of("task", task_id), task))
         if self._asked or self._gathers:
             return

@@ -109,8 +109,8 @@ class Waiting(Holding):
         Args:
             task: The id; or the result of a send (of one task, of a chain, or of a group, whose
                 tasks are all cancelled); or several of these.
-            key: Instead of a task: its key.
-            job: Instead of a task: its job. An open job is aborted; in a committed job, the tracked
+            key: The task's key, instead of ``task``.
+            job: A job, instead of ``task``. An open job is aborted; in a committed job, the tracked
                 tasks are cancelled.
             also_future: Whether to record the cancellation of an unknown id.
 
@@ -227,9 +227,9 @@ class Waiting(Holding):
 
         Args:
             task: The id, or the result of a send, as for :meth:`cancel`.
-            key: Instead of a task: its key.
+            key: The task's key, instead of ``task``.
             delay: The new delay from now, in seconds or as a timedelta.
-            eta: Instead of a delay: the new due time, an aware datetime.
+            eta: The new due time, an aware datetime, instead of ``delay``.
             also_future: As for :meth:`cancel`.
 
         Returns:
@@ -293,7 +293,7 @@ class Waiting(Holding):
 
         Args:
             task: The id, or the result of the send.
-            key: Instead of a task: its key.
+            key: The task's key, instead of ``task``.
 
         Returns:
             The task; None if the registry does not know the id or the key.

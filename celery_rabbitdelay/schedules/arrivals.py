@@ -347,8 +347,8 @@ class Arrivals(BatchThread[_Came]):
         Args:
             came: The occurrence.
             wait_ms: How long it waits, in milliseconds.
-            is_answer: Whether Redis has decided on the occurrence, so that the following occurrence
-                was published.
+            is_answer: Whether Redis has decided on the occurrence; then the next one was
+                published.
         """
         arrived, occurrence = came.arrived, came.occurrence
         is_followed = is_answer or occurrence.is_followed

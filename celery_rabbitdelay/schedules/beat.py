@@ -165,7 +165,7 @@ def idle_beat(sender: Any, **_: Any) -> None:
 
     scheduler = sender.scheduler
     if type(scheduler) not in (beat.Scheduler, beat.PersistentScheduler):
-        logger.warning("rabbitdelay_beat: celery beat keeps sending: it uses another scheduler.")
+        logger.warning("rabbitdelay_beat: celery beat uses another scheduler and still sends.")
         return
     logger.warning("rabbitdelay_beat: celery beat sends nothing; workers send its entries.")
     scheduler.tick = lambda *_, **__: scheduler.max_interval

@@ -80,7 +80,7 @@ def forget_what_has_not_begun() -> None:
 
 
 def try_start(registry: Registry, occurrence: Occurrence) -> bool:
-    """Take the lease for an occurrence; return True if it may run, or if Redis is away."""
+    """Take the lease for an occurrence; return True if it may run, or if Redis is down."""
     family = f"{occurrence.task_id} "
     key = registry.names.of("running", occurrence.name)
     lease = partial(registry.store.lease, key, family + new_copy())

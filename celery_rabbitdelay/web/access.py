@@ -5,12 +5,10 @@ from __future__ import annotations
 import base64
 import hmac
 import logging
-import secrets
-import time
+from collections.abc import Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final, get_args
 
-from anyio import CapacityLimiter
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -18,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from celery_rabbitdelay.web.options import DUMMY_HASH, Options, Role, User, is_password
+from celery_rabbitdelay.web.options import Options, Role, User, hash_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +37,6 @@ HEADERS: Final = {
 
 #: The header that makes a browser ask for a name and a password; it sends both in UTF-8.
 CHALLENGE: Final = {"WWW-Authenticate": 'Basic realm="celery_rabbitdelay", charset="UTF-8"'}
-
-#: The most attempts at once for a name from one address, and the seconds between further ones.
-MOST_ATTEMPTS, PAUSE = 10, 1.0
-
-#: The most passwords that wait to be compared: about a second of work.
-MOST_WAITING: Final = 5
 
 #: Headers that proxies add. If only this machine is answered, requests with them are refused.
 OF_PROXIES: Final = ("forwarded", "x-forwarded-", "via", "x-real-ip")
@@ -128,63 +120,19 @@ class Access:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._key = secrets.token_bytes(32)
-        self._accepted: dict[str, bytes] = {}
-        self._attempts: dict[tuple[str, str], float] = {}
-        self._comparing = CapacityLimiter(1)
 
     async def user(self, request: Request) -> User:
         """Return the user who has sent a request.
 
         Raises:
-            HTTPException: The user is unknown (401, 403), or too many passwords wait (429).
+            HTTPException: The user is unknown (401, 403).
         """
         if self._options.users is not None:
-            return await self._with_password(request)
+            return _with_password(request, self._options.users)
         user = await run_in_threadpool(self._identified, request)
         if user is None:
             raise HTTPException(403, UNIDENTIFIED)
         return user
-
-    async def _with_password(self, request: Request) -> User:
-        """Return the user of a request with a name and a password.
-
-        An accepted password is compared once, and then known by its digest until the user's hash
-        changes.
-        """
-        users = self._options.users or {}
-        name, password = _credentials_of(request)
-        user = users.get(name, {"password": DUMMY_HASH})
-        # Unambiguous: hashes have one format, and names no colon.
-        credentials = f"{user['password']}:{name}:{password}".encode()
-        digest = hmac.digest(self._key, credentials, "sha256")
-        if not hmac.compare_digest(digest, self._accepted.get(name, b"")):
-            address = request.client.host if request.client else ""
-            # All unknown names of an address count as one.
-            place = (name if name in users else "", address)
-            if not await self._is_right(password, user["password"], place):
-                logger.warning("rabbitdelay web: wrong password for %.100r from %s", name, address)
-                raise HTTPException(401, "Name or password is wrong.", CHALLENGE)
-            self._accepted[name] = digest
-        return User(name, "operator" if user.get("role") == "operator" else "viewer")
-
-    async def _is_right(self, password: str, hashed: str, place: tuple[str, str]) -> bool:
-        """Return whether a password matches a hash; passwords are compared one at a time.
-
-        Raises:
-            HTTPException: Too many attempts, from one place or in all.
-        """
-        now = time.monotonic()
-        # Each attempt counts for one pause, after those before it.
-        self._attempts = {each: end for each, end in self._attempts.items() if end > now}
-        end = self._attempts.get(place, now) + PAUSE
-        is_late = self._comparing.statistics().tasks_waiting >= MOST_WAITING
-        if is_late or end > now + MOST_ATTEMPTS * PAUSE:
-            raise HTTPException(429, "Too many attempts at once.", {"Retry-After": f"{PAUSE:.0f}"})
-        # The attempt counts before it is compared, which also bounds simultaneous attempts.
-        self._attempts[place] = end
-        async with self._comparing:
-            return await run_in_threadpool(is_password, password, hashed)
 
     def _identified(self, request: Request) -> User | None:
         options, headers = self._options, request.headers
@@ -211,6 +159,17 @@ class Access:
             logger.exception("rabbitdelay web: the function 'identify' has failed; request refused")
             return None
         return found if isinstance(found, User) and found.role in get_args(Role) else None
+
+
+def _with_password(request: Request, users: Mapping[str, Mapping[str, str]]) -> User:
+    """Return the user of a request with a name and a password."""
+    name, password = _credentials_of(request)
+    user = users.get(name, {"password": ""})
+    if not hmac.compare_digest(hash_of(password), user["password"]):
+        address = request.client.host if request.client else ""
+        logger.warning("rabbitdelay web: wrong password for %.100r from %s", name, address)
+        raise HTTPException(401, "Name or password is wrong.", CHALLENGE)
+    return User(name, "operator" if user.get("role") == "operator" else "viewer")
 
 
 def _credentials_of(request: Request) -> tuple[str, str]:

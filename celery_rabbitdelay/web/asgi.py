@@ -124,7 +124,7 @@ class Server:
         if _is_api(request):
             return _json({"error": error.detail}, error.status_code, error.headers)
         user = None
-        if error.status_code not in (401, 429):  # which refuse a password
+        if error.status_code != 401:
             with suppress(HTTPException):
                 user = await self._access.user(request)
         values = {"why": error.detail, "error": error, "q": request.query_params.get("q", "")}

@@ -79,7 +79,7 @@ class Plot(NamedTuple):
     """A plot.
 
     Attributes:
-        columns: All steps of time.
+        columns: One per time step.
         bars: The bars that are not empty.
         path: The line, as the data of an SVG path in a square of 100 by 100.
         scale: The gridlines and their labels, the base first.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sys
+import secrets
 
 import click
 
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.operations.management import management_option
-from celery_rabbitdelay.web.options import SETTING, hash_password
+from celery_rabbitdelay.web.options import SETTING, hash_of
 
 
 @shared.command()
@@ -24,24 +24,25 @@ from celery_rabbitdelay.web.options import SETTING, hash_password
 )
 @management_option
 @click.option(
-    "--hash-password",
-    "hashes",
+    "--new-password",
+    "is_new",
     is_flag=True,
-    help="Print the hash of a password for rabbitdelay_web, then exit. Prompts for the password or "
-    "reads it from standard input.",
+    help="Make a password for a user in rabbitdelay_web, print it and its hash, then exit.",
 )
-def web(host: str, port: int, management: str | None, hashes: bool) -> None:
+def web(host: str, port: int, management: str | None, is_new: bool) -> None:
     """Serve a web page that shows waiting tasks and lets operators act on them.
 
     The setting rabbitdelay_web defines viewers and operators. Without the setting, the page answers
     this machine only, and is read-only.
     """
     delays = shared.delays()
-    if hashes:
-        _print_hash()
+    if is_new:
+        password = secrets.token_urlsafe(18)
+        found = {"password": password, "hash": hash_of(password)}
+        shared.answer(found, (f"{name:8}  {text}" for name, text in found.items()))
         return
     if shared.as_json():
-        raise click.UsageError("--json is only for --hash-password: a server prints no object")
+        raise click.UsageError("--json is only for --new-password: a server prints no object")
     try:
         import uvicorn
 
@@ -71,14 +72,3 @@ def web(host: str, port: int, management: str | None, hashes: bool) -> None:
         access_log=False,
         log_config=None,
     )
-
-
-def _print_hash() -> None:
-    if sys.stdin.isatty():
-        password = click.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
-    else:
-        password = sys.stdin.readline().rstrip("\r\n")
-    if not password:
-        raise click.UsageError("the password is empty")
-    hashed = hash_password(password)
-    shared.answer({"password": hashed}, [hashed])

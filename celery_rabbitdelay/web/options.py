@@ -1,13 +1,10 @@
-"""The options of the page (users and their roles, what it shows), and password hashes."""
+"""The options of the page (users and their roles, what it shows), and hashes of passwords."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import hmac
 import logging
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from ipaddress import IPv4Network, IPv6Network, ip_network
@@ -27,21 +24,7 @@ SETTING: Final = "rabbitdelay_web"
 
 _ROLES: Final = f"takes one of {', '.join(get_args(Role))}"
 
-#: The cost of scrypt: 32 MiB and about a tenth of a second, as OWASP's Password Storage Cheat Sheet
-#: recommends for r = 8 and p = 3.
-_N, _R, _P = 2**15, 8, 3
-
-#: The memory that OpenSSL may use, in bytes; its default is only enough for N = 2**14.
-_MEMORY: Final = 2**26
-
-_HASH: Final = re.compile(
-    r"scrypt:(\d{1,7}):(\d{1,2}):(\d{1,2}):([\w-]{22}==):([\w-]{43}=)", re.ASCII
-)
-
-#: The dummy hash for unknown names: they take as long as a wrong password.
-DUMMY_HASH: Final = (
-    "scrypt:32768:8:3:AAAAAAAAAAAAAAAAAAAAAA==:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="
-)
+_HASH: Final = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 
 
 class User(NamedTuple):
@@ -72,8 +55,8 @@ class Options:
     """
 
     #: The users, who send names and passwords by HTTP Basic authentication:
-    #: ``{"ada": {"password": "scrypt:...", "role": "operator"}}``. The default role is "viewer".
-    #: ``celery rabbitdelay web --hash-password`` hashes a password.
+    #: ``{"ada": {"password": "sha256:...", "role": "operator"}}``. The default role is "viewer".
+    #: ``celery rabbitdelay web --new-password`` makes a password and prints its hash.
     users: Mapping[str, Mapping[str, str]] | None = None
 
     #: The header in which a proxy names the user that it has authenticated: "X-Remote-User".
@@ -169,8 +152,8 @@ def _check_user(name: str, user: Mapping[str, str]) -> None:
     _check(is_user, "users", f"user {name!r} takes a password and a role")
     has_colon = f"the name {name!r} has a colon, which HTTP Basic authentication does not allow"
     _check(":" not in str(name), "users", has_colon)
-    way = "`celery rabbitdelay web --hash-password` prints a hash"
-    is_hashed = is_hash(user.get("password"))
+    way = "`celery rabbitdelay web --new-password` makes a password and prints its hash"
+    is_hashed = _HASH.fullmatch(str(user.get("password")))
     _check(is_hashed, "users", f"the password of user {name!r} is not hashed: {way}")
     has_role = user.get("role", "viewer") in get_args(Role)
     _check(has_role, "users", f"the role of user {name!r} {_ROLES}")
@@ -182,35 +165,10 @@ def _check(is_right: object, name: str, takes: str) -> None:
         raise InvalidSetting(f"{SETTING}[{name!r}]", HIDDEN, takes)
 
 
-def hash_password(password: str) -> str:
-    """Hash a password; the text contains the salt and the cost."""
-    salt = secrets.token_bytes(16)
-    return f"scrypt:{_N}:{_R}:{_P}:{_text(salt)}:{_text(_hash(password, salt))}"
+def hash_of(password: str) -> str:
+    """Hash a password.
 
-
-def is_hash(value: object) -> bool:
-    """Return whether a value is a hash in the format of :func:`hash_password`, of any cost."""
-    found = _HASH.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        return False
-    n, r, p = map(int, found.groups()[:3])
-    return n.bit_count() == 1 < n and min(r, p) > 0 and 128 * r * (n + p + 2) <= _MEMORY
-
-
-def is_password(password: str, hashed: str) -> bool:
-    """Return whether a password matches a hash, in constant time."""
-    found = _HASH.fullmatch(hashed)
-    if found is None:
-        return False
-    *cost, salted, hashed_as = found.groups()
-    salt, wanted = base64.urlsafe_b64decode(salted), base64.urlsafe_b64decode(hashed_as)
-    return hmac.compare_digest(_hash(password, salt, *map(int, cost)), wanted)
-
-
-def _hash(password: str, salt: bytes, n: int = _N, r: int = _R, p: int = _P) -> bytes:
-    encoded = password.encode("utf-8", "surrogatepass")
-    return hashlib.scrypt(encoded, salt=salt, n=n, r=r, p=p, maxmem=_MEMORY, dklen=32)
-
-
-def _text(value: bytes) -> str:
-    return base64.urlsafe_b64encode(value).decode()
+    Nobody can guess a password that ``--new-password`` has made, so a fast hash without a salt is
+    enough, and attempts need no limit.
+    """
+    return f"sha256:{hashlib.sha256(password.encode()).hexdigest()}"

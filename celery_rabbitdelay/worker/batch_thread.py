@@ -180,6 +180,6 @@ def _do_all(actions: deque[Action]) -> None:
             action()
         except Exception:  # the caller goes on with its other actions
             logger.exception(
-                "rabbitdelay worker: an action for a delayed task failed; RabbitMQ redelivers the "
-                "task's message once the worker reconnects or stops."
+                "rabbitdelay worker: handling a delayed task failed; RabbitMQ redelivers its "
+                "message once the worker reconnects or stops."
             )

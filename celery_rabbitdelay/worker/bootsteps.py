@@ -277,7 +277,7 @@ class Modules(RabbitMQStep):
             service.start()
 
     def stop(self, worker: Worker) -> None:
-        """Let the modules finish their unsettled messages, then end the modules."""
+        """Let the modules finish their unacknowledged messages, then end the modules."""
         for service in self._services:
             service.stopping.set()
         for service in self._services:

@@ -458,7 +458,7 @@ class EarlyTasks(BatchThread[Early]):
         refuse them.
         """
         if _is_permanent(error) and early.place != "bare":
-            text = "%s is refused with its headers, and goes to undeliverable without them: %s"
+            text = "Cannot publish %s with its headers; it goes to undeliverable without them: %s"
             logger.warning(text, _task_named(early.message), error)
             early.why = f"{early.why}; {getattr(error, 'reason', error)}"
             early.place = "bare"

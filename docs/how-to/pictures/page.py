@@ -33,7 +33,7 @@ from celery_rabbitdelay.operations import worker_status
 from celery_rabbitdelay.operations.worker_status import Step
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from celery_rabbitdelay.web import now
-from celery_rabbitdelay.web.options import hash_password
+from celery_rabbitdelay.web.options import hash_of
 from tests.celery_process import CeleryProcess
 from tests.chromium import PHONE, Chromium, Tab
 from tests.operations.integration.undeliverable_messages import message, put, straight
@@ -350,7 +350,7 @@ def served_shop() -> Iterator[tuple[dict[str, Any], str]]:
     with ExitStack() as stack:
         broker = stack.enter_context(RabbitMQServer(management=True))
         redis = stack.enter_context(RedisServer())
-        users = {USER: {"password": hash_password(PASSWORD), "role": "operator"}}
+        users = {USER: {"password": hash_of(PASSWORD), "role": "operator"}}
         settings = {
             "broker_url": broker.url,
             "result_backend": redis.url,

@@ -69,9 +69,9 @@ def compressed(*blocks: bytes) -> bytes:
         (packed((Item(b"x"),))[:-3], "stream is incomplete"),
         (b"not zlib", "cannot be decompressed"),
         (zlib.compress(b""), "empty"),
-        (zlib.compress(b"\0\0"), "middle of a length"),
-        (zlib.compress(b"\0\0\0\x09{}"), "middle of a block"),
-        (compressed(b"{}", b"{}"), "middle of a message"),
+        (zlib.compress(b"\0\0"), "length prefix is truncated"),
+        (zlib.compress(b"\0\0\0\x09{}"), "block is truncated"),
+        (compressed(b"{}", b"{}"), "message is truncated"),
         (compressed(b"[]"), "not a JSON object"),
         (compressed(b'{"headers":1}'), "not a JSON object"),
         (compressed(b"{a"), "is not JSON"),
@@ -140,7 +140,7 @@ def test_written_blocks_are_cut_apart_again_and_none_may_be_cut_off(
     written = b"".join(map(envelope.length_prefixed, blocks))
     assert [bytes(each) for each in envelope.blocks_of(written)] == blocks
     if blocks:
-        with pytest.raises(InvalidEnvelope, match="in the middle of a"):
+        with pytest.raises(InvalidEnvelope, match="is truncated"):
             list(envelope.blocks_of(written[:-cut]))
 
 

@@ -85,8 +85,8 @@ def test_keys_are_read_from_django_s_namespace(
         ({"rabbitdelay_layouts": 1}, None, "rabbitdelay_layouts.*did you mean rabbitdelay_layout"),
         ({"CELERY_RABBITDELAY_LAYOUTS": 1}, "CELERY", "CELERY_RABBITDELAY_LAYOUTS"),
         ({"CELERY_RABBITDELAY_TICK": -1}, "CELERY", "^CELERY_RABBITDELAY_TICK = -1"),
-        ({"RABBITDELAY_PREFIX": "p"}, "shop_", "write shop_rabbitdelay_prefix\n"),
-        ({"CELERY_RABBITDELAY_PREFIX": "p"}, None, "write rabbitdelay_prefix\n"),
+        ({"RABBITDELAY_PREFIX": "p"}, "shop_", "use shop_rabbitdelay_prefix\n"),
+        ({"CELERY_RABBITDELAY_PREFIX": "p"}, None, "use rabbitdelay_prefix\n"),
     ],
 )
 def test_a_wrong_key_is_an_error_that_names_it_as_it_is_written(

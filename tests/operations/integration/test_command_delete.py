@@ -79,7 +79,7 @@ def test_delete_asks_before_it_deletes(
 ) -> None:
     told = run_command(configuration, "delete", "y\n")
     assert told.returncode == 2
-    assert "give --yes" in told.stderr
+    assert "pass --yes" in told.stderr
     assert missing(connection, standing) == ()
 
     for given, exit_status in ((b"n\n", 1), (b"y\n", 0)):

@@ -47,7 +47,7 @@ def test_the_layout_says_how_often_a_message_stops_and_where_most_do(estimate: A
     # Of a delay up to 2 ** 10 ticks, half of the bits are ones, and each queue has half of them.
     found = estimate("--layout", "binary", "--tick", "1s", "--longest", "1024s")
     assert found["stops"] == pytest.approx(5, rel=0.01)
-    assert found["busiest_share"] == pytest.approx(0.5, rel=0.01)
+    assert found["busiest_rate"] == pytest.approx(500, rel=0.01)
     assert found["shards"] == 1
     busy = estimate("--layout", "binary", "--tick", "1s", "--longest", "1024s", "--rate", "11k")
     assert busy["shards"] == 3

@@ -179,8 +179,8 @@ def test_the_command_asks_before_it_cancels_those_of_a_filter(shop: Any) -> None
     for options, why in (
         ("--dry-run", "--dry-run needs --task, --job, --due-before or --due-after"),
         ("x --task look", "filters exclude ids, --key and --also-future"),
-        ("--task look --json", "--json cannot ask for confirmation: give --yes or --dry-run"),
-        ("--yes", "give the ids of tasks, or --key"),
+        ("--task look --json", "--json cannot ask for confirmation: pass --yes or --dry-run"),
+        ("--yes", "pass task ids, or --key"),
     ):
         wrong = invoke(shop, f"cancel {options}")
         assert wrong.exit_code == 2

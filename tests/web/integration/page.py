@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from kombu import Connection
 
-from tests.browser import quick_hash
+from celery_rabbitdelay.web.options import hash_of
 from tests.kernel.integration.conftest import application, small_configuration
 from tests.kernel.integration.shop import named
 from tests.kernel.integration.worker import ShopProcess, answers
@@ -28,7 +28,7 @@ def with_users(redis_url: str, **options: Any) -> dict[str, Any]:
         redis_url: The URL of the Redis of the registry.
         **options: Further options of the page.
     """
-    users = {OPERATOR: {"password": quick_hash(PASSWORD), "role": "operator"}}
+    users = {OPERATOR: {"password": hash_of(PASSWORD), "role": "operator"}}
     return {
         "rabbitdelay_layout": HOURS,
         "rabbitdelay_registry_url": redis_url,

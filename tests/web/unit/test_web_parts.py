@@ -14,7 +14,7 @@ from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.web import shown
-from celery_rabbitdelay.web.options import DUMMY_HASH, User, hash_password, is_hash, is_password
+from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.pages import PAGES
 from celery_rabbitdelay.web.site import MOST_AT_ONCE, Verb, Work, Works, in_batches
 from celery_rabbitdelay.web.view_request import MOST_FIELDS, Fields, fields_of
@@ -58,19 +58,6 @@ def test_each_template_can_be_read(page: str) -> None:
     loader = PackageLoader("celery_rabbitdelay.web")
     environment = Environment(loader=loader, autoescape=True)
     environment.parse(loader.get_source(environment, f"{page}.html")[0])
-
-
-def test_a_hash_is_of_one_password_and_two_of_it_differ() -> None:
-    first, second = hash_password("a word\ud800"), hash_password("a word\ud800")
-    assert first != second
-    assert is_hash(first)
-    assert is_password("a word\ud800", first)
-    assert not is_password("a word", first)
-    assert is_hash(DUMMY_HASH)
-    assert not is_password("", DUMMY_HASH)
-    for wrong in ("", "a word", "md5:1:1:1:x:y", None, 7, DUMMY_HASH[:-1]):
-        assert not is_hash(wrong)
-        assert not is_password("a word", str(wrong))
 
 
 def until_ended(work: Work) -> Work:

@@ -16,17 +16,17 @@ REGISTRY = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
     [
         ("status", {"rabbitdelay_tick": "soon"}, "rabbitdelay_tick"),
         ("verify --management amqp://guest:secret@host", {}, "give one such as http://host:15672"),
-        ("delete", {}, "give --yes"),
+        ("delete", {}, "pass --yes"),
         ("migrate --from-layout [[", {}, "is not JSON"),
         ("migrate --from-layout hexadecimal", {}, "rabbitdelay_layout"),
         ("migrate --rate 0", {}, "--rate"),
         ("migrate --from-prefix old", REGISTRY, "cancelled tasks would run"),
         ("undeliverable redrive --to x.celery.pidbox", {}, "belongs to the levels, to the broker"),
-        ("undeliverable purge", {}, "give --yes"),
-        ("pause --task x --queue y", REGISTRY, "give --task, or --queue"),
-        ("resume --task=", REGISTRY, "give --task, or --queue"),
-        ("postpone x", REGISTRY, "give --delay, or --eta"),
-        ("show x --key y", REGISTRY, "give the ids of tasks, or --key"),
+        ("undeliverable purge", {}, "pass --yes"),
+        ("pause --task x --queue y", REGISTRY, "pass --task or --queue"),
+        ("resume --task=", REGISTRY, "pass --task or --queue"),
+        ("postpone x", REGISTRY, "pass --delay or --eta"),
+        ("show x --key y", REGISTRY, "pass task ids, or --key"),
         *(
             (command, {}, "set rabbitdelay_registry_url")
             for command in ("pending", "cancel --task x -y", "job show x", "schedules list")
