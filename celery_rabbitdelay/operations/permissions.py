@@ -53,6 +53,7 @@ def rights(
     conf: Configuration,
     *,
     may_declare: bool,
+    only_delayed: bool = False,
     modules: Sequence[str] = (CHECK_IN, DISTRIBUTE, PROBE),
 ) -> Rights:
     """Return the permissions that a user needs.
@@ -64,6 +65,8 @@ def rights(
             with ``no_declare`` are declared elsewhere.
         conf: The configuration of the application, for Celery's own names.
         may_declare: Whether ``rabbitdelay_declare`` is "auto".
+        only_delayed: Whether a producer sends no tasks without a delay. Celery itself sends those:
+            it declares the queue, and publishes through the default exchange.
         modules: The modules that a worker serves.
     """
     prefix = re.escape(topology.prefix)
@@ -76,12 +79,18 @@ def rights(
     match role:
         case "check-in":
             write.append(rf"{prefix}\.checkin")
-        case "producer" if not may_declare:
-            write += rf"{prefix}\.[^.]+\.x[0-9]+", rf"{prefix}\.delivery"
         case "producer":
-            full += everything, *_declared(lasting)
-            write += _to_declare(lasting, binds=True)
-            configure += _exchanges(queue for queue in queues if queue not in lasting)
+            if may_declare:
+                full.append(everything)
+            else:
+                write += rf"{prefix}\.[^.]+\.x[0-9]+", rf"{prefix}\.delivery"
+            broadcasts = list(_exchanges(queue for queue in queues if queue not in lasting))
+            if may_declare or not only_delayed:
+                full += _declared(lasting)
+                write += _to_declare(lasting, binds=may_declare)
+                configure += broadcasts
+            if not only_delayed:
+                write += r"amq\.default", *broadcasts
         case "worker":
             if may_declare:
                 full.append(everything)
@@ -202,8 +211,8 @@ def _exchanges(queues: Iterable[Queue]) -> Iterator[str]:
 @click.option(
     "--topics",
     is_flag=True,
-    help="For a producer: also the topic permissions that let it reach only the application's "
-    "queues.",
+    help="For a producer of delayed tasks only: also the topic permissions that let it reach only "
+    "the application's queues.",
 )
 @shared.topology_options()
 def permissions(
@@ -220,7 +229,13 @@ def permissions(
     queues = list(app.amqp.Queues(app.conf.task_queues).values())
     may_declare = (mode or settings.declare) == "auto"
     needed = rights(
-        role, topology, queues, app.conf, may_declare=may_declare, modules=settings.modules
+        role,
+        topology,
+        queues,
+        app.conf,
+        may_declare=may_declare,
+        only_delayed=topics,
+        modules=settings.modules,
     )
     keys = list(topic_rights(topology, queues)) if topics else []
     host = vhost or app.connection_for_write().virtual_host or "/"

@@ -42,7 +42,8 @@ NEVER: Final = {"rabbitdelay_layout": LEVELS, "rabbitdelay_declare": "never"}
 #: The users of the page's lines, with their role and what they declare.
 USERS: Final = {
     "shop-web": ("producer", "auto"),
-    "shop-web-only": ("producer", "never"),
+    "shop-cron": ("producer", "never"),
+    "shop-web-only": ("producer --topics", "never"),
     "shop-worker": ("worker", "auto"),
     "shop-worker-only": ("worker", "never"),
     "letter-writer": ("check-in", ""),
@@ -103,8 +104,8 @@ def host(node: RabbitMQServer) -> Iterator[Host]:
         yield host
 
 
-def needed(role: Any, mode: str, topology: Topology = SMALL) -> Rights:
-    return rights(role, topology, [CELERY], CONF, may_declare=mode != "never")
+def needed(role: Any, mode: str, topology: Topology = SMALL, **more: Any) -> Rights:
+    return rights(role, topology, [CELERY], CONF, may_declare=mode != "never", **more)
 
 
 def declared(host: Host, *queues: Queue, topology: Topology = SMALL) -> None:
@@ -145,9 +146,11 @@ def lines_for(user: str) -> list[str]:
 
 def test_the_page_shows_what_the_command_prints() -> None:
     topology, expected = Topology(), list[str]()
-    for user, (role, mode) in USERS.items():
-        topics = topic_rights(topology, [CELERY]) if user == "shop-web-only" else ()
-        expected += commands(user, "/", needed(role, mode, topology), topics)
+    for user, (words, mode) in USERS.items():
+        role, *only_delayed = words.split()
+        topics = topic_rights(topology, [CELERY]) if only_delayed else ()
+        given = needed(role, mode, topology, only_delayed=bool(only_delayed))
+        expected += commands(user, "/", given, topics)
     assert sorted(lines_of_page()) == sorted(expected)
 
 
@@ -182,7 +185,7 @@ class Acting:
             "rabbitdelay_modules": [CHECK_IN, DISTRIBUTE, PROBE],
             "rabbitdelay_layout": LEVELS,
         }
-        if user == "shop-web-only":
+        if user in ("shop-web-only", "shop-cron"):
             # It may write to the exchanges of the clock, and may not send to distribution.
             self.settings |= {"rabbitdelay_modules": [], "rabbitdelay_layout": "clock"}
         self.app = make_app(self.settings)
@@ -205,6 +208,12 @@ class Acting:
 def send_one(acting: Acting) -> None:
     """A task waits."""
     acting.remind.apply_async((1,), delay=1)
+    take(acting.host.connection, [CELERY], 1)
+
+
+def send_at_once(acting: Acting) -> None:
+    """A task without a delay: Celery publishes it unconfirmed, so a refusal is silent."""
+    acting.remind.delay(1)
     take(acting.host.connection, [CELERY], 1)
 
 
@@ -335,6 +344,7 @@ def migrate_all(acting: Acting) -> None:
 
 #: What the page's words mean.
 ACTIONS: dict[str, Callable[[Acting], object]] = {
+    "delay": send_at_once,
     "apply_async": send_one,
     "send_many": send_several,
     "cancel": cancel_one,
@@ -357,7 +367,7 @@ def rows_of_page() -> dict[str, list[str]]:
     found, users = {}, {told: user for user, told in USERS.items()}
     for line in PAGE.read_text().partition("| runs |")[2].partition("\n\n")[0].splitlines()[2:]:
         role, mode, actions, *_ = (cell.strip() for cell in line.strip("|").split("|"))
-        user = users[role.removesuffix(" client"), mode.strip('`"')]
+        user = users[role.removesuffix(" client").replace("`", ""), mode.strip('`"')]
         found[user] = re.findall("`(.*?)`", actions)
     assert found.keys() == USERS.keys()
     return found
@@ -369,7 +379,7 @@ def test_each_user_runs_each_of_its_actions_with_the_lines_of_the_page(
 ) -> None:
     role, mode = USERS[user]
     if role != "operator" and mode != "auto":
-        declared(host, CELERY, topology=Topology() if role == "producer" else SMALL)
+        declared(host, CELERY, topology=Topology() if role.startswith("producer") else SMALL)
     acting = Acting(host, user, mode or "auto", redis_url)
     try:
         for action in actions:
@@ -390,7 +400,9 @@ def forge(exchange: str, key: str, **more: Any) -> amqp.Message:
 def test_a_restricted_producer_cannot_name_another_destination(host: Host) -> None:
     """It may delay tasks for the queue ``celery`` only."""
     declared(host, CELERY, Queue("secret"))
-    url = host.let("web", needed("producer", "never"), topic_rights(SMALL, [CELERY]))
+    url = host.let(
+        "web", needed("producer", "never", only_delayed=True), topic_rights(SMALL, [CELERY])
+    )
     # The last two match no binding, so distribution would look into the headers.
     keys = ("0.0.secret", "0.0.%distribution", "0.0.0.celery", "0.0.celery\n")
     behind = ("unrouted", "meditation", "meditated", "undeliverable")
@@ -422,7 +434,7 @@ def test_a_restricted_producer_cannot_name_another_destination(host: Host) -> No
 def test_a_producer_is_told_which_permission_it_lacks(host: Host, mode: str) -> None:
     if mode == "never":
         declared(host, CELERY)
-    every = needed("producer", mode)
+    every = needed("producer", mode, only_delayed=True)
     names = [
         (permission, name)
         for permission, pattern in every._asdict().items()
@@ -485,7 +497,7 @@ def test_the_command_prints_json_for_any_application(
     command = "permissions producer --declare never --topics --user web --vhost shop"
     found = answer(configuration, command, "permissions")
     topology, queues = shop.rabbitdelay.topology, list(shop.amqp.queues.values())
-    needed = rights("producer", topology, queues, CONF, may_declare=False)
+    needed = rights("producer", topology, queues, CONF, may_declare=False, only_delayed=True)
     assert found.items() >= needed._asdict().items()
     assert (found["user"], found["vhost"]) == ("web", "shop")
     assert found["topics"] == [each._asdict() for each in topic_rights(topology, queues)]

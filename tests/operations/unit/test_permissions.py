@@ -69,9 +69,10 @@ def test_no_role_reaches_other_queues(role: Role) -> None:
             assert not any(pattern and re.search(pattern, name) for name in others), pattern
 
 
-def test_a_producer_that_declares_nothing_may_write_to_the_levels_alone() -> None:
+def test_a_producer_of_delayed_tasks_that_declares_nothing_may_write_to_the_levels_alone() -> None:
     topology = Topology()
-    configure, write, read = rights("producer", topology, QUEUES, CONF, may_declare=False)
+    needed = rights("producer", topology, QUEUES, CONF, may_declare=False, only_delayed=True)
+    configure, write, read = needed
     assert configure == read == ""
     writable = {each.name for each in topology.exchanges if re.search(write, each.name)}
     assert writable == {each.name for each in topology.exchanges if each.type == "topic"}
