@@ -190,6 +190,6 @@ def _lines(found: Capacity, tasks: float, topology: Topology) -> Iterator[str]:
     yield f"  memory     {found.memory_bytes / 1e9:,.1f} GB"
     yield f"  processor  {found.cores:,.1f} cores, for {found.stops:.1f} stops a message"
     yield (
-        f"The busiest queue passes on {found.busiest_rate:,.0f} messages a second, of {QUEUE_RATE:,}: "
-        f"rabbitdelay_shards = {found.shards}"
+        f"The busiest queue passes on {found.busiest_rate:,.0f} messages a second, "
+        f"of {QUEUE_RATE:,}: rabbitdelay_shards = {found.shards}"
     )

@@ -1,6 +1,6 @@
 """``celery rabbitdelay status``: waiting messages, the next due time, the workers' modules.
 
-If a registry is configured, it adds the next due time of tracked tasks, and the pauses.
+If a registry is configured, it adds tracked tasks' next due time, the pauses and the open jobs.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ def _as_json(found: Status, added: Mapping[str, object]) -> dict[str, object]:
             "registry_error": added.get("error"),
         },
         "paused": added.get("paused", ()),
+        "open_jobs": added.get("open_jobs", ()),
         "publishers_blocked": found.is_blocked,
         "workers": found.workers,
     }
@@ -189,6 +190,8 @@ def status_lines(
     if "error" in added:
         yield f"next due: unknown, the registry does not answer: {added['error']}"
     yield from (shared.paused_line(**each) for each in added.get("paused", ()))
+    if jobs := added.get("open_jobs"):
+        yield f"open jobs: {shared.first_of(jobs)}"
     if (next_due := added.get("next_due")) is not None:
         left_ms = max(round((next_due - wall_clock.now()).total_seconds()), 0) * 1000
         local = shared.local(next_due)

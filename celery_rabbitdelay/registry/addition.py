@@ -162,15 +162,16 @@ class RegistryAddition(Addition):
         return self.delays.part(Waiting).is_waiting(task_id)
 
     def status(self) -> Mapping[str, object]:
-        """Return the due time of the next tracked task, and a list of all pauses."""
+        """Return the due time of the next tracked task, all pauses, and the open jobs' names."""
         registry = registry_of(self.delays)
         try:
             # The message of an overdue task in the list is lost, or about to arrive.
             first = next(registry.index.pending(Filter(due_after_ms=wall_clock.ms())), None)
             paused = [pause._asdict() for pause in registry.pauses.all()]
+            jobs = sorted(registry.jobs.open_ones(registry.now_ms()))
         except (exceptions.RegistryUnavailable, OSError) as error:
             return {"error": str(error)}
-        return {"next_due": first and first.due, "paused": paused}
+        return {"next_due": first and first.due, "paused": paused, "open_jobs": jobs}
 
     def why_not_ready(self) -> str:
         """Return the error of a command to Redis; empty if Redis answers."""

@@ -37,10 +37,16 @@ MICROSECOND: Final = timedelta(microseconds=1)
 
 
 def task_id(job_id: str, values: Mapping[str, object] | Sequence[object]) -> str:
-    """Return the id of the task that a write sends for a row.
+    r"""Return the id of the task that a write sends for a row.
 
     With the id, you can cancel the task or get its result. The function opens no connection and
     needs no Spark session.
+
+    The formula never changes. The id is a version 5 UUID. Its namespace is the version 5 UUID of
+    ``job_id`` in the namespace ``f1688d47-a47a-58e1-bbdf-0044bf1c5a41``. Its name is the JSON array
+    of the values in the alphabetical order of their lower-case column names, without spaces and
+    with ``\uXXXX`` for non-ASCII characters. Timestamps (since 1970-01-01 UTC) and intervals are
+    whole microseconds; Celery's serializer writes other types that JSON lacks.
 
     Args:
         job_id: The option ``jobId`` of the write. For a stream, ``f"{job_id}:{batch}"`` with the

@@ -8,7 +8,7 @@ in which to read the files:
 - ``checker.py``: the verdict on a ledger: what is lost, early, twice or late. It shares no code
   with the package.
 - ``application.py``: the application, and what a producer sends. ``programs.py``: the processes.
-- ``cluster.py``: the brokers. ``network.py`` cuts them off; ``clocks.py`` sets a process's time.
+- ``cluster.py``: the brokers. ``network.py`` cuts them off; ``preloads.py``: wrong clocks.
 - ``whereabouts.py``: in which queue a message is at the end.
 - ``stage.py``: all of these together.
 - ``kinds.py``: the kinds of tasks of the soak. ``faults.py``: its faults. ``soak.py`` plays it.

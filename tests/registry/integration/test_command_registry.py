@@ -195,6 +195,8 @@ def test_an_open_job_is_aborted_with_its_untracked_tasks(shop: Any) -> None:
     assert unknown.exit_code == 1
     shop.rabbitdelay.open_job(job, expires=60)
     shop.tasks["look"].apply_async(delay=3600, job=job)
+    assert job in answer(shop, "status -t 0.1", "status")["open_jobs"]
+    assert "open jobs: " in invoke(shop, "status -t 0.1").stdout
 
     def state() -> str:
         return str(answer(shop, f"job show {job}", "job")["state"])
@@ -210,6 +212,7 @@ def test_an_open_job_is_aborted_with_its_untracked_tasks(shop: Any) -> None:
     told = answer(shop, f"cancel --job {job} --yes", "cancel")
     assert told == {"count": 0, "cancelled": 0, "dry_run": False, "aborted": True}
     assert state() == "aborted"
+    assert job not in answer(shop, "status -t 0.1", "status")["open_jobs"]
 
 
 @pytest.mark.parametrize("command", ["cancel", "postpone --delay 60"])
