@@ -1,11 +1,12 @@
 # ruff: noqa: T201  # a program at the terminal prints
-"""What tasks that wait take of the broker: disk, memory, processor."""
+"""What tasks that wait take of the broker: disk, memory, processor, and its time to start."""
 
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from kombu import Queue
 
 from celery_rabbitdelay import Row
+from celery_rabbitdelay.operations.status import status_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks import measure
 from tests.chaos.cluster import Cluster
@@ -101,6 +103,12 @@ def waiting(
             app.close()
 
 
+def _timed(what: str, call: Callable[[], object]) -> None:
+    began = time.monotonic()
+    call()
+    print(f"  {what}: {time.monotonic() - began:,.3f} s", flush=True)
+
+
 def _measure(
     broker: Sequence[RabbitMQServer], app: Any, tasks: int, argument: int, options: Any
 ) -> None:
@@ -117,7 +125,9 @@ def _measure(
         text = chance.randbytes(argument // 2).hex()
         return (Row((each, text), delay=BEGIN + WEEK * chance.random()) for each in range(tasks))
 
+    began = time.monotonic()
     report = app.rabbitdelay.send_many("look", rows(), **options)
+    print(f"  {tasks / (time.monotonic() - began):,.0f} tasks a second sent", flush=True)
     print(f"  {tasks / report.messages:.1f} tasks a message")
 
     def show(when: str, since: Taken) -> Taken:
@@ -134,7 +144,15 @@ def _measure(
     print(f"  a task, sent: {(sent.processor - levels.processor) / tasks * 1e6:,.0f} us")
     for node in broker:
         node.ctl("eval", _ROLL_OVER)
-    settled = show("in segments", levels)
+    show("in segments", levels)
+    for node in broker:
+        _timed("a node stops", partial(node.ctl, "stop_app"))
+        _timed("it starts", partial(node.ctl, "start_app"))
+    with app.connection_for_write() as connection:
+        _timed("status, without workers", lambda: status_of(app.rabbitdelay, connection, timeout=0))
+    for each in ("first", "second"):
+        _timed(f"a {each} send", partial(app.tasks["look"].apply_async, (0, ""), delay=86_400))
+    settled = show("after the restart", levels)
     if report.envelopes:
         return
     delays = (DUE_AFTER[number % len(DUE_AFTER)] for number in range(DUE))
