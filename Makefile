@@ -137,7 +137,7 @@ chaos: $(VENV)/test.done  #: Every kind of trouble alone, on clusters of RabbitM
 SEED ?= 1
 
 soak: $(VENV)/test.done  #: A million tasks of all kinds, while a SEED draws all kinds of faults; nothing may be lost or early (two hours, root)
-	$(BIN)/python -m tests.chaos soak --seed $(SEED) --tasks 1000000 --minutes 120 --workers 6 --producers 3 --schedules 100
+	$(BIN)/python -m tests.chaos soak --seed $(SEED) --tasks 1000000 --minutes 120 --workers 6 --producers 3 --schedules 100 --spark 10
 
 soak-short: $(VENV)/test.done  ## The same with 20,000 tasks: a cluster, and all kinds of faults (a quarter of an hour; networks need root): make soak-short SEED=7
 	$(BIN)/python -m tests.chaos soak --seed $(SEED) --tasks 20000 --minutes 10
