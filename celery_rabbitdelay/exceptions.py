@@ -814,8 +814,8 @@ class ManagementUnavailable(RabbitDelayError, OperationalError, page="how-to/ver
 
     text: ClassVar[str] = (
         "the management API {self.url} cannot be used: {self.reason}. Enable it on the broker "
-        "(rabbitmq-plugins enable rabbitmq_management), and set --management or "
-        "RABBITDELAY_MANAGEMENT_URL to its URL, with a user that has the tag 'monitoring'"
+        "(rabbitmq-plugins enable rabbitmq_management), and set --management or its variable "
+        "RABBITDELAY_MANAGEMENT_URL, with a user of the tag 'monitoring'; or see how-to/hosted"
     )
 
 
