@@ -103,6 +103,7 @@ def confirm_all(request: ViewRequest) -> dict[str, object]:
     tasks = (read or search.found(None, SHOWN)).tasks[:SHOWN]
     back = f"waiting?{request.fields.address(action=None)}"
     scope = {"sent_before": end, "count": count, "may_be_more": may_be_more, "back": back}
+    scope["searched"] = search.most_read if may_be_more else None
     return {**_question(request, search, tasks), "ids": [], **scope}
 
 
@@ -127,7 +128,7 @@ def decide_all(request: ViewRequest) -> dict[str, object]:
         found = index.pending(wanted) if ids is None else index.matching(index.tasks(ids), wanted)
         batches = _decide_each(delays, found, until)
     about = f"tasks that match {search.query}" if search.query.terms else "all tracked tasks"
-    about += f" (at least {count:,})" if may_be_more else ""
+    about += f" (at least {count:,})" if may_be_more and count else ""
     work = Work(request.user, ACTIONS[action], about, count, _back(request))
     return seen(request.site.works.begin(work, in_batches(batches)))
 
