@@ -16,7 +16,7 @@ from celery_rabbitdelay.metrics.reading import AWAY, why
 from celery_rabbitdelay.registry.commands import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
-from celery_rabbitdelay.registry.record import record_of
+from celery_rabbitdelay.registry.record import TaskState, record_of
 from celery_rabbitdelay.web.search import Search
 from celery_rabbitdelay.web.site import Verb, Work, in_batches, log_action
 from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
@@ -35,6 +35,15 @@ SHOWN: Final = 10
 #: The pages that an action may lead back to.
 BACK: Final = ("waiting?", "waiting/task?")
 
+#: The outcome of a task that is due at the new time or later.
+KEPT: Final = "kept"
+
+#: The outcomes in words.
+OUTCOMES: Final = {
+    **{outcome.value: words for outcome, words in WORDS.items()},
+    KEPT: "unchanged: due then or later",
+}
+
 #: Returns a task's new due time from its id and its present due time; None for no change.
 Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
 
@@ -47,7 +56,7 @@ def decide(action: str, request: ViewRequest) -> dict[str, object]:
     try:
         for each in ids:
             outcome = _decide(delays, each, until)
-            outcomes.append({"id": each, "outcome": outcome.value, "words": WORDS[outcome]})
+            outcomes.append({"id": each, "outcome": outcome, "words": OUTCOMES[outcome]})
     except AWAY as failed:
         error = why(failed)
     done = sum(each["outcome"] == Outcome.DONE.value for each in outcomes)
@@ -75,15 +84,19 @@ def _back(request: ViewRequest) -> str:
     return back if back.startswith(BACK) else "waiting"
 
 
-def _decide(delays: RabbitDelay, task_id: str, until: Until | None) -> Outcome:
-    """Cancel the task of an id or, with ``until``, postpone it."""
+def _decide(delays: RabbitDelay, task_id: str, until: Until | None) -> str:
+    """Cancel the task of an id or, with ``until``, postpone it; return the outcome."""
     if until is None:
-        return delays.cancel(task_id, also_future=False)
+        return delays.cancel(task_id, also_future=False).value
     record = record_of(delays.registry, task_id)
     due = wall_clock.now()  # any time will do if the task does not wait
-    if record is not None and record.due_ms is not None:
+    waits = record is not None and record.state is TaskState.WAITING
+    if record is not None and waits:
         due = instant_of(record.runs_ms)
-    return delays.postpone(task_id, eta=until(task_id, due) or due, also_future=False)
+    eta = until(task_id, due)
+    if eta is None and waits:
+        return KEPT
+    return delays.postpone(task_id, eta=eta or due, also_future=False).value
 
 
 def confirm(request: ViewRequest) -> dict[str, object]:
@@ -177,18 +190,19 @@ def _until(request: ViewRequest, action: str) -> Until | None:
     if action == "run-now":
         now = instant_of(wall_clock.ms())
         return lambda _, due: None if now <= due <= wall_clock.now() else now  # it moves only once
-    by, until = request.duration("by"), request.instant("until")
-    if by and until is None:
+    by, until, at = request.duration("by"), request.instant("until"), request.instant("at")
+    new = until or at
+    if by and new is None:
         return _by_delay(by)
-    if until is None or by is not None:
-        takes = "takes a delay of more than 0 (90, 1h30m, 3d), or an instant as 'until'"
+    if new is None or by is not None or (until and at):
+        takes = "takes a delay of more than 0 (90, 1h30m, 3d), or an instant as 'until' or 'at'"
         raise Wrong("by", takes)
     try:
-        check_max_delay(Due.at(until))
-        instant = instant_of(milliseconds_of(until))
+        check_max_delay(Due.at(new))
+        instant = instant_of(milliseconds_of(new))
     except (InvalidDelay, OverflowError) as wrong:
-        raise Wrong("until", "is too far away") from wrong
-    return lambda _, due: None if due == instant else instant
+        raise Wrong("until" if until else "at", "is too far away") from wrong
+    return lambda _, due: None if due == instant or (until and due > instant) else instant
 
 
 def _by_delay(delay: timedelta) -> Until:

@@ -495,6 +495,35 @@ def test_a_page_says_which_tasks_it_has_and_actions_on_all_come_with_a_search(
     assert "Cancel 3…" in read(browser.get("/waiting?q=task:look").text).text
 
 
+def test_a_search_that_goes_on_counts_what_it_has_found_and_names_itself_in_its_actions(
+    shop: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "MOST_READ", 10)
+    send(shop, 12, hours=1)
+    send(shop, 2, hours=2, key="order:4711")
+    send(shop, hours=2, key="order:4711:pay")
+    first = browser.get("/waiting?q=key:order:*").text
+    assert "Searching…" in read(first).text
+    assert "first 0 matches" not in first
+    assert "/waiting/all?" not in first
+    told = browser.json("/waiting", q="key:order:*")
+    last = browser.get(f"/waiting?{told['next_address']}").text
+    assert "3 tasks match" in read(last).text
+    assert "Cancel 3…" in read(last).text
+
+    counted = browser.json("/waiting/all", q="key:order:*")
+    assert (counted["count"], counted["may_be_more"], counted["searched"]) == (0, True, 10)
+    asked = read(browser.get("/waiting/all?q=key:order:*&action=cancel").text)
+    text = " ".join(asked.text.split())
+    assert text.count("Cancel all tasks that match key:order:*") == 2, "the heading and the button"
+    assert "Of the first 10 tasks, none matches; all others are searched" in text
+    begun = browser.post(
+        "/waiting/decide-all?q=key:order:*", action="cancel", sent_before=counted["sent_before"]
+    )
+    work = ended(browser, begun)
+    assert (work["done"], work["about"]) == (3, "tasks that match key:order:*")
+
+
 def why_not(browser: Browser, task_id: str) -> list[str]:
     told = browser.json("/waiting/task", id=task_id)["why_not_run"]
     return [str(each["words"]) for each in told]
@@ -672,6 +701,31 @@ def test_all_that_were_counted_are_decided_once_although_they_move_and_others_st
         assert len(small_pages) > 5
         assert after.keys() == before.keys()
         assert max(after.values()) < datetime.now(UTC) + timedelta(minutes=5)
+
+
+def test_tasks_are_postponed_until_an_instant_unless_they_are_due_later(
+    shop: Any, browser: Browser
+) -> None:
+    (early,), (late,) = send(shop, hours=1), send(shop, hours=5)
+    noon = (datetime.now(UTC) + timedelta(hours=2)).replace(microsecond=0)
+    due = shop.rabbitdelay.show(late).due
+    ids = {"id": [early, late, "nobody's"], "until": noon.isoformat()}
+    told = browser.post("/api/waiting/postpone", **ids).json()
+    outcomes = {each["id"]: each["outcome"] for each in told["outcomes"]}
+    assert (told["done"], outcomes) == (1, {early: "done", late: "kept", "nobody's": "unknown"})
+    later = (noon + timedelta(hours=1)).isoformat()
+    sent_before = browser.json("/waiting/all")["sent_before"]
+    asked = {"action": "postpone", "until": later, "sent_before": sent_before}
+    work = ended(browser, browser.post("/waiting/decide-all", **asked))
+    assert (work["done"], work["total"]) == (1, 2)
+    dues = [shop.rabbitdelay.show(each).due for each in (early, late)]
+    assert dues == [noon + timedelta(hours=1), due]
+    # The due time of a single task may be set to an earlier one.
+    form = browser.post("/waiting/confirm", action="postpone", id=late)
+    form = browser.get(form.headers["Location"])
+    assert "Set the due time" in read(form.text).text
+    browser.post("/waiting/postpone", id=late, at=noon.isoformat())
+    assert shop.rabbitdelay.show(late).due == noon
 
 
 def test_tasks_that_are_sent_after_the_count_stay(shop: Any, browser: Browser) -> None:
