@@ -128,6 +128,7 @@ class Server:
             with suppress(HTTPException):
                 user = await self._access.user(request)
         values = {"why": error.detail, "error": error, "q": request.query_params.get("q", "")}
+        values["back"] = _came_from(request)
         return self._html(request, "error", values, user, error.status_code, error.headers)
 
     async def _broken(self, request: Request, error: Exception) -> Response:
@@ -169,6 +170,14 @@ def _path(request: Request) -> str:
 def _here(request: Request) -> str:
     """Return the quoted path below the mount, with the query."""
     return f"{_path(request)}?{request.url.query}".removesuffix("?")
+
+
+def _came_from(request: Request) -> str | None:
+    """Return the page that a browser came from, relative to the mount; None if not one of ours."""
+    start = f"//{request.headers['host']}{_base(request)}/"
+    page = request.headers.get("referer", "").partition(start)[2]
+    is_ours = page.partition("?")[0] in {each.path for each in PAGES if not each.is_action}
+    return page if is_ours else None
 
 
 def _is_api(request: Request) -> bool:

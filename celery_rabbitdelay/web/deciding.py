@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final, TypeAlias
 
@@ -19,7 +20,7 @@ from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.record import TaskState, record_of
 from celery_rabbitdelay.web.search import Search
 from celery_rabbitdelay.web.site import Verb, Work, in_batches, log_action
-from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
+from celery_rabbitdelay.web.view_request import Fields, ViewRequest, Wrong
 from celery_rabbitdelay.web.waiting import rows
 
 #: The actions, with their names in the log and on the pages.
@@ -31,6 +32,9 @@ ACTIONS: Final = {
 
 #: How many tasks the confirmation lists.
 SHOWN: Final = 10
+
+#: The most characters of an address with many ids.
+MOST_IN_SEE: Final = 4_000
 
 #: The pages that an action may lead back to.
 BACK: Final = ("waiting?", "waiting/task?")
@@ -51,24 +55,42 @@ Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
 def decide(action: str, request: ViewRequest) -> dict[str, object]:
     """Cancel, postpone or run the selected tasks one by one, up to the first error."""
     until, ids, delays = _until(request, action), _ids(request), request.with_registry
-    outcomes: list[dict[str, str]] = []
+    outcomes: list[tuple[str, str]] = []
     error = None
     try:
         for each in ids:
-            outcome = _decide(delays, each, until)
-            outcomes.append({"id": each, "outcome": outcome, "words": OUTCOMES[outcome]})
+            outcomes.append((_decide(delays, each, until), each))
     except AWAY as failed:
         error = why(failed)
-    done = sum(each["outcome"] == Outcome.DONE.value for each in outcomes)
-    log_action(request.user, ACTIONS[action].done, done, ids)
+    fields = Fields([("action", action), ("back", _back(request)), *outcomes])
+    told = decided(replace(request, fields=fields))
+    log_action(request.user, ACTIONS[action].done, len(fields.getlist(Outcome.DONE.value)), ids)
+    if error is None:
+        return _with_address("waiting/decided", fields, told)
+    return {**told, "left": ids[len(outcomes) :], "error": error}
+
+
+def decided(request: ViewRequest) -> dict[str, object]:
+    """Return the outcomes of an action on selected tasks, which are in the address."""
+    fields = request.fields
     return {
-        "action": ACTIONS[action].done,
-        "done": done,
-        "outcomes": outcomes,
-        "left": ids[len(outcomes) :],
-        "error": error,
+        "action": ACTIONS[fields.one_of("action", ACTIONS, "cancel")].done,
+        "done": len(fields.getlist(Outcome.DONE.value)),
+        "outcomes": [
+            {"id": each, "outcome": outcome, "words": words}
+            for outcome, words in OUTCOMES.items()
+            for each in fields.getlist(outcome)
+        ],
+        "left": [],
+        "error": None,
         "back": _back(request),
     }
+
+
+def _with_address(page: str, fields: Fields, content: dict[str, object]) -> dict[str, object]:
+    """Return the content of a page, and its address, unless it is too long for a browser."""
+    address = f"{page}?{fields.address()}"
+    return {**content, "see": address} if len(address) <= MOST_IN_SEE else content
 
 
 def _ids(request: ViewRequest) -> list[str]:
@@ -99,6 +121,11 @@ def _decide(delays: RabbitDelay, task_id: str, until: Until | None) -> str:
     return delays.postpone(task_id, eta=eta or due, also_future=False).value
 
 
+def select(request: ViewRequest) -> dict[str, object]:
+    """Return the confirmation of an action on the selected tasks, and its address."""
+    return _with_address("waiting/all", request.fields, confirm(request))
+
+
 def confirm(request: ViewRequest) -> dict[str, object]:
     """Return the selected tasks, for the confirmation of an action."""
     search, ids = Search.of(request), _ids(request)
@@ -109,6 +136,8 @@ def confirm(request: ViewRequest) -> dict[str, object]:
 
 def confirm_all(request: ViewRequest) -> dict[str, object]:
     """Count the tasks that match, for the confirmation; tasks sent afterwards are left out."""
+    if "id" in request.fields:
+        return confirm(request)
     # Taken before the count, so that no task that is sent meanwhile is affected.
     end = instant_of(request.with_registry.registry.now_ms() + 1)
     search = Search.of(request, end)

@@ -500,8 +500,8 @@ def test_a_search_that_goes_on_counts_what_it_has_found_and_names_itself_in_its_
 ) -> None:
     monkeypatch.setattr(operations, "MOST_READ", 10)
     send(shop, 12, hours=1)
-    send(shop, 2, hours=2, key="order:4711")
-    send(shop, hours=2, key="order:4711:pay")
+    for number in range(3):
+        send(shop, hours=2, key=f"order:{number}")
     first = browser.get("/waiting?q=key:order:*").text
     assert "Searching…" in read(first).text
     assert "first 0 matches" not in first
@@ -625,7 +625,10 @@ def test_an_action_does_what_it_says_for_each_task_and_is_logged(
             ("postpone", {"id": [later], "by": "1h"}),
             ("run-now", {"id": [soon]}),
         ):
-            assert browser.post(f"/waiting/{action}", **fields).status_code == 200
+            done = browser.post(f"/waiting/{action}", **fields)
+            assert done.status_code == 303
+            told = browser.get(f"/api{done.headers['Location']}").json()
+            assert (told["done"], told["outcomes"][0]["id"]) == (1, fields["id"][0])
     assert [each.getMessage() for each in caplog.records] == [
         f"rabbitdelay web: 'local' has cancelled: 1 ['{cancelled}']",
         f"rabbitdelay web: 'local' has postponed: 1 ['{later}']",
@@ -649,6 +652,36 @@ def test_an_action_does_what_it_says_for_each_task_and_is_logged(
         assert browser.post(f"/waiting/{path}", **wrong).status_code == 400, (path, wrong)
 
 
+def test_a_browser_can_go_back_to_a_confirmation_and_to_an_outcome(
+    shop: Any, browser: Browser
+) -> None:
+    (task_id,) = send(shop)
+    back = f"waiting/task?id={task_id}"
+    asked = browser.post("/waiting/confirm", action="postpone", back=back, id=task_id)
+    assert asked.status_code == 303
+    page = asked.headers["Location"]
+    assert "Postpone 1 task?" in read(browser.get(page).text).text
+    for referer, leads_back in ((page, True), ("/waiting/postpone", False), ("/evil", False)):
+        wrong = browser.ask(
+            "POST",
+            "/waiting/postpone",
+            data={"id": task_id, "by": "soon"},
+            headers={"Referer": f"{browser.base}{referer}"},
+        )
+        assert wrong.status_code == 400
+        links = [values["href"] for tag, values in read(wrong.text).tags if tag == "a"]
+        assert (page in links) is leads_back
+        assert_harmless(wrong.text)
+    done = browser.post("/waiting/postpone", by="1h", back=back, id=task_id)
+    outcome = read(browser.get(done.headers["Location"]).text)
+    assert "1 of 1 postponed" in outcome.text
+    assert f"/{back}" in [values.get("href") for _, values in outcome.tags]
+    # No browser opens an address with all of these.
+    many = [f"{number:060}" for number in range(100)]
+    for action in ("confirm", "cancel"):
+        assert browser.post(f"/waiting/{action}", id=many).status_code == 200
+
+
 def test_a_task_whose_message_was_lost_is_sent_again_by_run_now(
     shop: Any, browser: Browser, connection: Connection
 ) -> None:
@@ -657,7 +690,7 @@ def test_a_task_whose_message_was_lost_is_sent_again_by_run_now(
     channel: Any = connection.default_channel
     channel.queue_purge(queue)
     assert "'Run now' sends a new message" in why_not(browser, lost)[0]
-    assert browser.post("/waiting/run-now", id=[lost]).status_code == 200
+    assert browser.post("/waiting/run-now", id=[lost]).status_code == 303
     wait_for(lambda: count(connection, queue) == 1, "the message", PATIENCE)
     sent_before = browser.json("/waiting/all", q=listed)["sent_before"]
     asked = {"action": "run-now", "sent_before": sent_before}

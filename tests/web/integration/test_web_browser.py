@@ -18,6 +18,7 @@ from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
 from celery_rabbitdelay.web import pages
 from celery_rabbitdelay.web.query import Term
+from celery_rabbitdelay.web.search import MOST_READ_WHOLE
 from tests.chromium import ELSEWHERE, PHONE, WIDE, Chromium, Tab
 from tests.kernel.integration.worker import Worker
 from tests.operations.integration.undeliverable_messages import message, put, straight
@@ -137,6 +138,10 @@ def test_a_selection_brings_up_its_actions_which_ask_once_and_lead_back_to_the_s
     tab.see("Postpone 1 task?", first)
     tab.fill("By", "3h\n")
     tab.see("1 of 1 postponed")
+    tab.driver.back()
+    tab.see("Postpone 1 task?", first)
+    tab.driver.forward()
+    tab.see("1 of 1 postponed")
     late = datetime.now(UTC) + timedelta(hours=4.5)
     assert [served.rabbitdelay.show(each).due > late for each in (first, second)] == [True, False]
     tab.follow("Back to the list")
@@ -173,6 +178,20 @@ def test_a_search_is_completed_as_one_types_and_finds_what_was_pasted(
     wait_for(lambda: tab.run(first) == "due:<1d task:look", "the completion", PATIENCE)
     tab.fill("Search", f"{key[:20]}\n")
     tab.see("1 task matches", task_id)
+    assert tab.complaints() == []
+
+
+def test_a_search_goes_on_by_itself_and_counts_in_its_heading_what_it_has_found(
+    served: Any, open_tab: Callable[..., Tab]
+) -> None:
+    tab, word = signed_in(open_tab, served.page), uuid4().hex
+    others = send(served, MOST_READ_WHOLE)
+    (task_id,) = [str(served.tasks["look"].apply_async((word,), delay=3 * HOUR).id)]
+    tab.go(f"/waiting?q={word}")
+    tab.see("1 task matches", task_id, "End of the list: 1 task found.")
+    tab.follow("Cancel 1…")
+    tab.see(f"Cancel all tasks that match {word}?")
+    served.rabbitdelay.registry.cancel([*others, task_id])
     assert tab.complaints() == []
 
 
