@@ -19,7 +19,7 @@ from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task,
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import STATUS_PERIOD, Site
-from celery_rabbitdelay.web.states import ON_ITS_WAY, state_of
+from celery_rabbitdelay.web.states import ON_ITS_WAY, counted, state_of
 from celery_rabbitdelay.web.view_request import ViewRequest
 from celery_rabbitdelay.web.workers import unserved
 
@@ -165,7 +165,7 @@ def reasons(request: ViewRequest, task: KnownTask, backlog: Backlog) -> list[Rea
     if task.due is not None and task.due > wall_clock.now():
         again = ", because it was postponed" if task.postponed == task.due else ""
         return [Reason(f"Due {shown.left(task.due)}{again}."), *found]
-    return found or [*_overdue(task, backlog.others)]
+    return found or [*_overdue(task, backlog.others, _returning(request.site, backlog))]
 
 
 def _held_back(site: Site, task: KnownTask) -> Iterator[Reason]:
@@ -195,21 +195,29 @@ def _held_back(site: Site, task: KnownTask) -> Iterator[Reason]:
         )
 
 
-def _waits_on(task: KnownTask, held: Counts | None) -> str:
+def _returning(site: Site, backlog: Backlog) -> int:
+    """Return how many tasks in the queue of paused tasks no pause holds: they return soon."""
+    (holds, kinds), messages = counted(site), backlog.others.get("paused")
+    held = sum(each.total() for each in holds.due(kinds).paused.values())
+    return max(messages.messages - held, 0) if messages else 0
+
+
+def _waits_on(task: KnownTask, returning: int) -> str:
     """Return another possible reason why a due task is not in its queue; empty for none."""
     if task.job:
         return " If its job was open, the task returns within ten minutes after the commit."
-    if held is not None and held.messages:
-        return f" If it was paused, it is one of {held.messages:,} held tasks that return soon."
+    if returning:
+        return f" If it was paused, it is one of {returning:,} resumed tasks that return soon."
     return ""
 
 
-def _overdue(task: KnownTask, others: Mapping[str, Counts]) -> Iterator[Reason]:
+def _overdue(task: KnownTask, others: Mapping[str, Counts], returning: int) -> Iterator[Reason]:
     """Yield the reason why no worker has received a task that is due and not held.
 
     Args:
         task: The task.
         others: The counts of the module queues.
+        returning: How many resumed tasks return soon.
     """
     is_distributed = DISTRIBUTE not in unserved_modules(others)
     nobody = "no worker serves distribution, which"
@@ -220,7 +228,7 @@ def _overdue(task: KnownTask, others: Mapping[str, Counts]) -> Iterator[Reason]:
             ahead = "A worker that serves distribution publishes it to its exchange"
         yield Reason(f"The task is due. Its exchange routes it, and {words}.", "workers", "", ahead)
         return
-    counts = task.in_queue
+    counts, waits_on = task.in_queue, _waits_on(task, returning)
     if counts is None:
         return  # the page shows the broker's error
     if not counts:
@@ -234,19 +242,21 @@ def _overdue(task: KnownTask, others: Mapping[str, Counts]) -> Iterator[Reason]:
         holder = "a worker has prefetched it, or " if counts["consumers"] else ""
         yield Reason(
             f"The task is due, and its queue is empty: {holder}its message was lost."
-            f"{_waits_on(task, others.get('paused'))} 'Run now' sends a new message; the task runs "
-            "only once.",
-            "health",
+            f"{waits_on} 'Run now' sends a new message; the task runs only once.",
+            "workers",
+            ahead=f"{'Returns to its queue, or ' if waits_on else ''}'Run now' sends it again",
         )
     elif not counts["consumers"]:
         yield Reason(
             "The task is due, but no worker consumes its queue, which has "
-            f"{counts['messages']:,} messages. The option -Q of celery worker names a worker's "
-            "queues.",
+            f"{counts['messages']:,} messages.{waits_on} The option -Q of celery worker names a "
+            "worker's queues.",
+            "workers",
             ahead="A worker that consumes its queue runs it",
         )
     else:
         yield Reason(
             "The task is due, and the workers of its queue are busy. Messages in the queue: "
-            f"{counts['messages']:,}."
+            f"{counts['messages']:,}.{waits_on}",
+            "workers",
         )
