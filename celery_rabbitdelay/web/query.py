@@ -30,6 +30,9 @@ NAMES: Final = {
     "sent": f"takes {_INSTANTS}; <2h means less than two hours ago",
 }
 
+#: Other words for states.
+_STATES: Final = {"paused": "held", "late": "overdue"}
+
 #: The most terms of a search.
 MOST_TERMS: Final = 50
 
@@ -57,7 +60,8 @@ class Term(NamedTuple):
     unprintable characters are written as ``\u{202e}``.
 
     Attributes:
-        name: The term's name, one of :data:`NAMES`; empty for a word.
+        name: The term's name; empty for a word. :func:`filter_of` refuses a name that is not one of
+            :data:`NAMES`, because a single term with any name may be an id or a key with a colon.
         parts: The texts between the wildcards; without wildcards, the whole text.
     """
 
@@ -77,7 +81,7 @@ class Term(NamedTuple):
             Wrong: The term has a name but no value.
         """
         name, parts = _name_of(written), [""]
-        if name and len(written) == len(name) + 1:
+        if name in NAMES and len(written) == len(name) + 1:
             raise Wrong(written, NAMES[name])
         value = written[len(name) + 1 :] if name else written
         for code, escaped, plain in _CHARACTER.findall(value):
@@ -85,7 +89,14 @@ class Term(NamedTuple):
                 parts.append("")
             elif plain != '"':
                 parts[-1] += chr(int(code, 16)) if code else escaped or plain
-        return cls(name, tuple(parts))
+        return cls(name, tuple(_STATES.get(each, each) if name == "state" else each for each in parts))
+
+    @property
+    def pasted(self) -> str | None:
+        """The whole text of a term without wildcards, unless it has a known name."""
+        if self.name in NAMES or len(self.parts) > 1:
+            return None
+        return f"{self.name}:{self.parts[0]}" if self.name else self.parts[0]
 
     def __str__(self) -> str:
         value = "*".join("".join(map(_escaped, each)) for each in self.parts)
@@ -208,6 +219,10 @@ def filter_of(query: Query, context: Context) -> Filter:
     Raises:
         Wrong: A term is invalid.
     """
+    fields = ", ".join(NAMES)
+    for each in query.terms:
+        if each.name and each.name not in NAMES:
+            raise Wrong(str(each), f"takes one of these fields: {fields}; quote a text with ':'")
     states, holds = query.states(), context.holds
     due = query.span("due", holds.now, context.zone)
     is_due = bool(states) and "waiting" not in states
@@ -233,7 +248,7 @@ def filter_of(query: Query, context: Context) -> Filter:
     if states and states != {"waiting"} and not by_kind:
         conditions.append(lambda task: holds.state(task) in states)
     texts_of_words = [[part.lower() for part in each.parts] for each in query.named("")]
-    words = [(_pattern(each), _pattern(["", *each])) for each in texts_of_words]
+    words = [(_pattern(each), _pattern(["", *each], is_word=True)) for each in texts_of_words]
 
     def has_words(task: Pending, message: str) -> bool:
         arguments = context.arguments and context.arguments(task.task, message)
@@ -272,7 +287,7 @@ def completions(text: str, values: Mapping[str, Sequence[str]]) -> list[str]:
     """
     begun = text.split(" ")[-1]
     before, found = text[: len(text) - len(begun)], _name_of(begun)
-    name, sought = (found, begun[len(found) + 1 :]) if found else ("", begun)
+    name, sought = (found, begun[len(found) + 1 :]) if found in NAMES else ("", begun)
     terms = [
         str(Term.of(each, value))
         for each, all_values in values.items()
@@ -285,10 +300,10 @@ def completions(text: str, values: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _name_of(written: str) -> str:
-    """Return the name of a written term; empty for a word."""
+    """Return the name of a written term, in lower case if it is known; empty for a word."""
     found = _NAMED.fullmatch(written)
-    name = found[1].lower() if found else ""
-    return name if name in NAMES else ""
+    name = found[1] if found else ""
+    return name.lower() if name.lower() in NAMES else name
 
 
 def _escaped(character: str) -> str:
@@ -304,9 +319,18 @@ def _matcher(query: Query, name: str) -> Callable[[Pending | Kind], bool]:
     return lambda each: not patterns or any(one.fullmatch(text_of(each) or "") for one in patterns)
 
 
-def _pattern(parts: Sequence[str]) -> re.Pattern[str]:
-    """Return the pattern of these parts in order, with any text in between."""
+def _pattern(parts: Sequence[str], is_word: bool = False) -> re.Pattern[str]:
+    """Return the pattern of these parts in order, with any text in between.
+
+    Args:
+        parts: The parts.
+        is_word: Whether the pattern does not begin or end within a number: the first part is empty.
+    """
     first, *others = map(re.escape, parts)
+    if is_word and others[0][:1].isdecimal():
+        others[0] = rf"(?<!\d){others[0]}"
+    if is_word and others[-1][-1:].isdecimal():
+        others[-1] += r"(?!\d)"
     # Of a part in the middle, only the first place counts: a search cannot make matching slow.
     between = [f"(?>.*?{each})" for each in others[:-1]]
     return re.compile("".join([first, *between, *(f".*{each}" for each in others[-1:])]), re.DOTALL)

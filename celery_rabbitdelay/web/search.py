@@ -14,8 +14,9 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.registry.index import ALL_KINDS, Filter, KindCounts, Pending, Summary
 from celery_rabbitdelay.registry.record import MessageFacts, record_of
+from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.web.options import Options
-from celery_rabbitdelay.web.query import Context, Query, Span, filter_of, kinds_of
+from celery_rabbitdelay.web.query import Context, Query, Span, Term, filter_of, kinds_of
 from celery_rabbitdelay.web.states import Holds
 from celery_rabbitdelay.web.view_request import ViewRequest
 
@@ -85,8 +86,8 @@ class Search:
         Raises:
             HTTPException: The search is invalid, or there is no registry.
         """
-        delays, query = request.with_registry, Query.of(request.fields.get("q", ""))
-        registry, site = delays.registry, request.site
+        registry, site = (delays := request.with_registry).registry, request.site
+        query = _exact(registry, Query.of(request.fields.get("q", "")))
         now, zone, options = now or wall_clock.now(), site.app.timezone, site.options
         holds, now_ms = Holds.at(delays, now), milliseconds_of(now)
         due = [each for each in query.span("due", now, zone) if each is not None]
@@ -96,8 +97,6 @@ class Search:
         context = Context(holds, zone, [each.kind for each in summary.kinds], shown)
         wanted = filter_of(query, context)
         ids = query.texts("id") or None
-        if len(query.terms) == 1 and (words := query.texts("")) and record_of(registry, words[0]):
-            ids = words  # a pasted id
         if ids is None and wanted.key is not None:
             ids = registry.waiting_under(wanted.key)
         return cls(delays, query, context, wanted, ids, summary)
@@ -114,8 +113,9 @@ class Search:
 
     @property
     def cancelled(self) -> int:
-        """How many tasks of the search's kinds are cancelled and not due yet."""
-        kinds = kinds_of(self.query, self.context)
+        """How many tasks of the search's kinds are cancelled and not due yet; 0 with id or key."""
+        names_tasks = self.query.named("id") or self.query.named("key")
+        kinds = () if names_tasks else kinds_of(self.query, self.context)
         return sum(each.cancelled for each in self.summary.kinds if each.kind in kinds)
 
     def found(self, after: tuple[int, str] | None, most: int) -> Found:
@@ -195,6 +195,20 @@ class Search:
         start, end = whole.cut(start, end)
         last = kind.total if end is None else kind.before[end]
         return max(last - (0 if start is None else kind.before[start]), 0)
+
+
+def _exact(registry: Registry, query: Query) -> Query:
+    """Return a search for one text, such as a pasted id, as one for the id or the key if known."""
+    text = query.terms[0].pasted if len(query.terms) == 1 else None
+    if text is None:
+        return query
+    if record_of(registry, text):
+        return Query((Term.of("id", text),))
+    ids = registry.waiting_under(text)
+    # A word, unlike a text with a colon, may also be a part of other keys or of arguments.
+    if ids and (query.terms[0].name or registry.index.tasks(ids)):
+        return Query((Term.of("key", text),))
+    return query
 
 
 def arguments(options: Options, task: str, message: str) -> str | None:

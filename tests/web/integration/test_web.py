@@ -298,6 +298,8 @@ def test_waiting_finds_tasks_by_what_they_were_sent_with(shop: Any, browser: Bro
         ({keyed, other}, f"key:{order}*"),
         ({keyed}, f"{order[-8:]}:PAY"),
         ({plain}, plain),
+        ({keyed}, f"{order}:pay"),
+        ({keyed}, f'"{order}:P"'),
         (set(of_job), f"job:{job} task:look"),
         (set(of_job), f"job:{job}"),
         ({note}, "task:no*"),
@@ -314,7 +316,8 @@ def test_waiting_finds_tasks_by_what_they_were_sent_with(shop: Any, browser: Bro
         named(shop, "default"),
         None,
     )
-    for wrong in ("q=due:soon", "q=state:cancelled", "q=task:", "limit=0", "after=x"):
+    assert browser.json("/waiting", q=f"{order}:pay")["q"] == f"key:{order}:pay"
+    for wrong in ("q=args:4711", f"q={order}", "q=due:soon", "q=state:cancelled", "q=task:", "limit=0", "after=x"):
         assert browser.get(f"/waiting?{wrong}").status_code == 400
     # The line stays, to be mended.
     assert 'value="due:soon"' in browser.get("/waiting?q=due:soon").text
@@ -336,7 +339,8 @@ def test_beside_the_list_what_matches_is_counted_by_the_terms_that_narrow_it(
         send(shop, 3, job=job, hours=0.5)
     send(shop, 2)
     shop.tasks["note"].apply_async(kwargs={"key": "x"}, delay=30 * HOUR)
-    (cancelled,), before = send(shop), browser.json("/waiting")["cancelled"]
+    key = f"order:{uuid4()}"
+    (cancelled,), before = send(shop, key=key), browser.json("/waiting")["cancelled"]
     shop.rabbitdelay.cancel(cancelled)
     everything = {
         "state": {"waiting": 6},
@@ -360,10 +364,11 @@ def test_beside_the_list_what_matches_is_counted_by_the_terms_that_narrow_it(
     assert counts_of(of_job)["task"] == {"look": 3}
     # Cancelled tasks are counted; one is shown by its id.
     assert browser.json("/waiting")["cancelled"] == before + 1
-    told = browser.json("/waiting", q=cancelled)
-    assert told["unlisted"] == [
-        {"task_id": cancelled, "words": "The task was cancelled and will not run."}
-    ]
+    for exact in (cancelled, key, f"key:{key}"):
+        told = browser.json("/waiting", q=exact)
+        words = "The task was cancelled and will not run."
+        assert told["unlisted"] == [{"task_id": cancelled, "words": words}]
+        assert told["cancelled"] == 0
 
 
 def test_due_tasks_are_held_or_overdue_and_none_is_both(
@@ -412,6 +417,7 @@ def test_a_word_is_found_in_arguments_as_far_as_they_are_shown(shop: Any) -> Non
 
     assert found("4711") == []
     assert found("4711", shows_arguments=True) == [order]
+    assert found("471", shows_arguments=True) == []
     masks = {"shows_arguments": True, "mask": lambda task, text: text.replace("4711", "…")}
     assert found("4711", **masks) == []
     browser = Browser(application(shop, loopback_role="operator", shows_arguments=True))
