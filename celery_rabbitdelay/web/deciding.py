@@ -43,10 +43,7 @@ BACK: Final = ("waiting?", "waiting/task?")
 KEPT: Final = "kept"
 
 #: The outcomes in words.
-OUTCOMES: Final = {
-    **{outcome.value: words for outcome, words in WORDS.items()},
-    KEPT: "unchanged: due then or later",
-}
+OUTCOMES: Final = {**{each.value: WORDS[each] for each in WORDS}, KEPT: "due later: unchanged"}
 
 #: Returns a task's new due time from its id and its present due time; None for no change.
 Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
@@ -111,14 +108,12 @@ def _decide(delays: RabbitDelay, task_id: str, until: Until | None) -> str:
     if until is None:
         return delays.cancel(task_id, also_future=False).value
     record = record_of(delays.registry, task_id)
-    due = wall_clock.now()  # any time will do if the task does not wait
-    waits = record is not None and record.state is TaskState.WAITING
-    if record is not None and waits:
-        due = instant_of(record.runs_ms)
-    eta = until(task_id, due)
-    if eta is None and waits:
+    eta: datetime | None = wall_clock.now()  # any time will do if the task does not wait
+    if record is not None and record.state is TaskState.WAITING:
+        eta = until(task_id, instant_of(record.runs_ms))
+    if eta is None:
         return KEPT
-    return delays.postpone(task_id, eta=eta or due, also_future=False).value
+    return delays.postpone(task_id, eta=eta, also_future=False).value
 
 
 def select(request: ViewRequest) -> dict[str, object]:
@@ -145,7 +140,6 @@ def confirm_all(request: ViewRequest) -> dict[str, object]:
     tasks = (read or search.found(None, SHOWN)).tasks[:SHOWN]
     back = f"waiting?{request.fields.address(action=None)}"
     scope = {"sent_before": end, "count": count, "may_be_more": may_be_more, "back": back}
-    scope["searched"] = search.most_read if may_be_more else None
     return {**_question(request, search, tasks), "ids": [], **scope}
 
 
@@ -224,8 +218,7 @@ def _until(request: ViewRequest, action: str) -> Until | None:
     if by and new is None:
         return _by_delay(by)
     if new is None or by is not None or (until and at):
-        takes = "takes a delay of more than 0 (90, 1h30m, 3d), or an instant as 'until' or 'at'"
-        raise Wrong("by", takes)
+        raise Wrong("by", "takes a delay above 0 (90, 1h30m, 3d), or an instant as 'until' or 'at'")
     try:
         check_max_delay(Due.at(new))
         instant = instant_of(milliseconds_of(new))

@@ -62,7 +62,7 @@ PAGES: Final = (
     Page("waiting/decided", deciding.decided, "Outcome", "decided"),
     Page("waiting/all", deciding.confirm_all, "All that match", "confirm"),
     _action("waiting/decide-all", deciding.decide_all),
-    Page("work", deciding.work, "Running actions", "work", refresh=1),
+    Page("work", deciding.work, "Actions", "work", refresh=1),
     _action("work/stop", deciding.stop),
     _in_menu("undeliverable", undeliverable.undeliverable, "Undeliverable", "undeliverable"),
     Page("undeliverable/message", undeliverable.message, "Message", "message"),

@@ -30,9 +30,6 @@ NAMES: Final = {
     "sent": f"takes {_INSTANTS}; <2h means less than two hours ago",
 }
 
-#: Other words for states.
-_STATES: Final = {"paused": "held", "late": "overdue"}
-
 #: The most terms of a search.
 MOST_TERMS: Final = 50
 
@@ -46,6 +43,9 @@ _OF_TEXT: Final = ("task", "queue", "key", "job", "id")
 _TERM: Final = re.compile(r'(?:\\.?|"(?:\\.|[^"\\])*(?:"|\\?\Z)|[^\s"\\])+', re.DOTALL)
 _NAMED: Final = re.compile(r"([A-Za-z]+):(.*)", re.DOTALL)
 _CHARACTER: Final = re.compile(r"\\u\{(10[0-9a-f]{4}|[0-9a-f]{1,5})\}|\\(.)|([^\\])", re.DOTALL)
+
+#: Any place that is not within a number.
+_EDGE: Final = r"(?:(?<!\d)|(?!\d))"
 
 #: The days that have a name.
 _DAYS: Final = {"yesterday": -1, "today": 0, "tomorrow": 1}
@@ -89,14 +89,7 @@ class Term(NamedTuple):
                 parts.append("")
             elif plain != '"':
                 parts[-1] += chr(int(code, 16)) if code else escaped or plain
-        return cls(name, tuple(_STATES.get(each, each) if name == "state" else each for each in parts))
-
-    @property
-    def pasted(self) -> str | None:
-        """The whole text of a term without wildcards, unless it has a known name."""
-        if self.name in NAMES or len(self.parts) > 1:
-            return None
-        return f"{self.name}:{self.parts[0]}" if self.name else self.parts[0]
+        return cls(name, tuple(parts))
 
     def __str__(self) -> str:
         value = "*".join("".join(map(_escaped, each)) for each in self.parts)
@@ -148,6 +141,13 @@ class Query(NamedTuple):
         """Return the texts of a name's terms; empty if a term has wildcards."""
         parts = [each.parts for each in self.named(name)]
         return [each[0] for each in parts] if all(len(each) == 1 for each in parts) else []
+
+    @property
+    def pasted(self) -> str:
+        """The text of a search for one text without a field or wildcard; empty for others."""
+        name, parts = self.terms[0] if len(self.terms) == 1 else ("", ("",))
+        text = f"{name}:{parts[0]}" if name else parts[0]
+        return "" if name in NAMES or len(parts) > 1 else text
 
     def states(self) -> set[str]:
         """Return the wanted states; empty for any state.
@@ -219,10 +219,9 @@ def filter_of(query: Query, context: Context) -> Filter:
     Raises:
         Wrong: A term is invalid.
     """
-    fields = ", ".join(NAMES)
-    for each in query.terms:
-        if each.name and each.name not in NAMES:
-            raise Wrong(str(each), f"takes one of these fields: {fields}; quote a text with ':'")
+    for each in (term for term in query.terms if term.name not in ("", *NAMES)):
+        takes = f"takes one of the fields {', '.join(NAMES)}; quote a text with a colon"
+        raise Wrong(str(each), takes)
     states, holds = query.states(), context.holds
     due = query.span("due", holds.now, context.zone)
     is_due = bool(states) and "waiting" not in states
@@ -327,10 +326,9 @@ def _pattern(parts: Sequence[str], is_word: bool = False) -> re.Pattern[str]:
         is_word: Whether the pattern does not begin or end within a number: the first part is empty.
     """
     first, *others = map(re.escape, parts)
-    if is_word and others[0][:1].isdecimal():
-        others[0] = rf"(?<!\d){others[0]}"
-    if is_word and others[-1][-1:].isdecimal():
-        others[-1] += r"(?!\d)"
+    if is_word:
+        others[0] = _EDGE + others[0]
+        others[-1] += _EDGE
     # Of a part in the middle, only the first place counts: a search cannot make matching slow.
     between = [f"(?>.*?{each})" for each in others[:-1]]
     return re.compile("".join([first, *between, *(f".*{each}" for each in others[-1:])]), re.DOTALL)
@@ -350,10 +348,7 @@ def _span_of(term: Term, now: datetime, zone: tzinfo) -> Span:
             day = now.astimezone(zone).date()
             ahead = _DAYS.get(text.lower())
             day = date.fromisoformat(text) if ahead is None else day + ahead * _DAY
-            return (
-                datetime.combine(day, time(), zone),
-                datetime.combine(day + _DAY, time(), zone),
-            )
+            return datetime.combine(day, time(), zone), datetime.combine(day + _DAY, time(), zone)
         instant = datetime.fromisoformat(text)
         instant = instant if instant.tzinfo else instant.replace(tzinfo=zone)
         return instant, instant + _MINUTE

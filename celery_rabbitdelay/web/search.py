@@ -107,11 +107,6 @@ class Search:
         return self.ids is not None or self.filter.needs_records or self.filter.job is not None
 
     @property
-    def most_read(self) -> int:
-        """The most records that one page of the search reads."""
-        return MOST_READ if self.filter.where_message is None else MOST_READ_WHOLE
-
-    @property
     def cancelled(self) -> int:
         """How many tasks of the search's kinds are cancelled and not due yet; 0 with id or key."""
         names_tasks = self.query.named("id") or self.query.named("key")
@@ -128,9 +123,10 @@ class Search:
         Raises:
             RegistryUnavailable: Redis does not answer.
         """
-        index, most_read = self.delays.registry.index, self.most_read
+        index = self.delays.registry.index
         if self.ids is not None:
             return Found(index.matching(index.tasks(self.ids), self.filter), None)
+        most_read = MOST_READ if self.filter.where_message is None else MOST_READ_WHOLE
         tasks, last, read = list[Pending](), after, 0
         for part in index.parts(self.filter, after, most_read):
             tasks += part.tasks
@@ -175,12 +171,9 @@ class Search:
             counts["state"][late] += number(end=holds.late_ms)
             for value, length in SOON.items():
                 counts["due"][value] += number(end=now_ms + length)
-        of_jobs = [
-            number
-            for task, number in holds.of_jobs
-            if holds.state(task) == "job-open" and self.filter.matches(task)
-        ]
-        counts["state"].update({"job-open": round(sum(of_jobs)), "overdue": -round(sum(of_jobs))})
+        due = [each for each in holds.of_jobs if holds.state(each[0]) == "job-open"]
+        of_jobs = round(sum(number for task, number in due if self.filter.matches(task)))
+        counts["state"].update({"job-open": of_jobs, "overdue": -of_jobs})
         if self.filter.kinds is None:
             registry = self.delays.registry
             names = [each.name for each in registry.jobs.all(registry.now_ms(), COUNTED_JOBS)]
@@ -199,16 +192,14 @@ class Search:
 
 def _exact(registry: Registry, query: Query) -> Query:
     """Return a search for one text, such as a pasted id, as one for the id or the key if known."""
-    text = query.terms[0].pasted if len(query.terms) == 1 else None
-    if text is None:
+    if not (text := query.pasted):
         return query
     if record_of(registry, text):
         return Query((Term.of("id", text),))
+    # If no task waits under a word as its key, it may still be a part of other keys.
     ids = registry.waiting_under(text)
-    # A word, unlike a text with a colon, may also be a part of other keys or of arguments.
-    if ids and (query.terms[0].name or registry.index.tasks(ids)):
-        return Query((Term.of("key", text),))
-    return query
+    is_key = ids and (":" in text or registry.index.tasks(ids))
+    return Query((Term.of("key", text),)) if is_key else query
 
 
 def arguments(options: Options, task: str, message: str) -> str | None:

@@ -104,10 +104,8 @@ class Holds:
 
     def pause_of(self, kind: Kind) -> Paused | None:
         """Return the pause that holds the tasks of a kind; None if they are not paused."""
-        holding = (
-            each for each in self.paused if kind.task == each.task or kind.queue == each.queue
-        )
-        return next(holding, None)
+        found = (each for each in self.paused if kind.task == each.task or kind.queue == each.queue)
+        return next(found, None)
 
     def state(self, task: Pending) -> str:
         """Return the state of a waiting task: one of :data:`STATES`."""

@@ -64,16 +64,12 @@ def story(request: ViewRequest) -> dict[str, object]:
         once_due = state_of(found.due, found.due + 2 * ON_ITS_WAY, **holds)
     why = reasons(request, found, backlog)
     following = HERE.get(once_due, ("", ""))[1] if state != "overdue" or not why else why[0].ahead
-    known = {**asdict(found), "arguments_shown": site.options.shows_arguments}
+    known = {**asdict(found), "first_due": first_due}
+    known["arguments_shown"] = site.options.shows_arguments
     for name in ("args", "kwargs"):
         known[name] = site.options.shown(found.task or "", known[name])
-    return {
-        **about,
-        "task": known,
-        "state": state,
-        "why_not_run": why,
-        "history": list(_history(found, first_due, state, following)),
-    }
+    history = list(_history(found, first_due, state, following))
+    return {**about, "task": known, "state": state, "why_not_run": why, "history": history}
 
 
 class Event(NamedTuple):
@@ -184,15 +180,11 @@ def _held_back(site: Site, task: KnownTask) -> Iterator[Reason]:
     if task.due is not None and task.due > wall_clock.now() and task.queue is not None:
         exists = unserved(site).get(task.queue)
         if exists is not None:
-            words = (
-                "No worker consumes its queue now." if exists else "Its queue does not exist now."
-            )
-            yield Reason(words, "workers")
+            words = "No worker consumes its queue" if exists else "Its queue does not exist"
+            yield Reason(f"{words} now.", "workers")
     if task.missing:
-        yield Reason(
-            f"Missing on the broker: {len(task.missing):,} queues of the levels and modules.",
-            "health",
-        )
+        words = f"Missing on the broker: {len(task.missing):,} queues of the levels and modules."
+        yield Reason(words, "health")
 
 
 def _returning(site: Site, backlog: Backlog) -> int:
@@ -228,7 +220,7 @@ def _overdue(task: KnownTask, others: Mapping[str, Counts], returning: int) -> I
             ahead = "A worker that serves distribution publishes it to its exchange"
         yield Reason(f"The task is due. Its exchange routes it, and {words}.", "workers", "", ahead)
         return
-    counts, waits_on = task.in_queue, _waits_on(task, returning)
+    counts = task.in_queue
     if counts is None:
         return  # the page shows the broker's error
     if not counts:
@@ -238,25 +230,18 @@ def _overdue(task: KnownTask, others: Mapping[str, Counts], returning: int) -> I
             ahead = "A worker that serves distribution publishes it to the queue"
         words = f"The task is due, but its queue does not exist: {words}."
         yield Reason(words, "health", "", f"{ahead} once the queue exists")
-    elif not counts["messages"]:
+        return
+    messages, ahead, waits_on = counts["messages"], HERE["overdue"][1], _waits_on(task, returning)
+    if not messages:
         holder = "a worker has prefetched it, or " if counts["consumers"] else ""
-        yield Reason(
-            f"The task is due, and its queue is empty: {holder}its message was lost."
-            f"{waits_on} 'Run now' sends a new message; the task runs only once.",
-            "workers",
-            ahead=f"{'Returns to its queue, or ' if waits_on else ''}'Run now' sends it again",
-        )
+        words = f"and its queue is empty: {holder}its message was lost"
+        hint = " 'Run now' sends a new message; the task runs only once."
+        ahead = f"{'Returns to its queue, or ' if waits_on else ''}'Run now' sends it again"
     elif not counts["consumers"]:
-        yield Reason(
-            "The task is due, but no worker consumes its queue, which has "
-            f"{counts['messages']:,} messages.{waits_on} The option -Q of celery worker names a "
-            "worker's queues.",
-            "workers",
-            ahead="A worker that consumes its queue runs it",
-        )
+        words = f"but no worker consumes its queue, which has {messages:,} messages"
+        hint = " The option -Q of celery worker names a worker's queues."
+        ahead = "A worker that consumes its queue runs it"
     else:
-        yield Reason(
-            "The task is due, and the workers of its queue are busy. Messages in the queue: "
-            f"{counts['messages']:,}.{waits_on}",
-            "workers",
-        )
+        words = "and the workers of its queue are busy"
+        hint = f" Messages in the queue: {messages:,}."
+    yield Reason(f"The task is due, {words}.{waits_on}{hint}", "workers", "", ahead)

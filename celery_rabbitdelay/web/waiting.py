@@ -41,9 +41,8 @@ def waiting(request: ViewRequest) -> dict[str, object]:
     limit, after = fields.number("limit", PAGE, MOST), _place(request)
     before = fields.number("so_far", 1, MOST_SEEN) if "so_far" in fields else 0
     most = limit - before % limit  # this page may have begun with the tasks of another request
-    read, count, may_be_more = None, None, False
-    if after is None or not search.needs_records:
-        read, count, may_be_more = search.counted()
+    is_counted = after is None or not search.needs_records
+    read, count, may_be_more = search.counted() if is_counted else (None, None, False)
     found = search.found(after, most) if after or read is None else read.first(most)
     place = None if found.next is None else "{}:{}".format(*found.next)
     so_far = before + len(found.tasks)
@@ -95,14 +94,9 @@ def _facets(
             is_on, text = term in chosen, "*".join(term.parts)
             new = query.without(term) if is_on else query.replaced(name, term)
             address = request.fields.address(q=str(new), after=None, so_far=None)
-            links.append(
-                {
-                    "value": text,
-                    "count": counted.get(text),
-                    "is_on": is_on,
-                    "address": address if len(address) <= MOST_IN_ADDRESS else None,
-                }
-            )
+            to = address if len(address) <= MOST_IN_ADDRESS else None
+            count = counted.get(text)
+            links.append({"value": text, "count": count, "is_on": is_on, "address": to})
         yield name, links
 
 

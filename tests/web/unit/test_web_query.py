@@ -106,8 +106,6 @@ def test_a_wildcard_stands_for_any_text(before: str, between: str, after: str) -
         ("sent:yesterday", "abc"),
         ("state:waiting", "abc"),
         ("state:overdue", "d"),
-        ("state:late", "d"),
-        ("state:paused", ""),
         ("due:<30m", "d"),
         ("nothing", ""),
         ("task:nothing", ""),
