@@ -323,10 +323,10 @@ def _pattern(parts: Sequence[str], is_word: bool = False) -> re.Pattern[str]:
 
     Args:
         parts: The parts.
-        is_word: Whether the pattern does not begin or end within a number: the first part is empty.
+        is_word: Whether the first part is empty, and a number does not match within another one.
     """
     first, *others = map(re.escape, parts)
-    if is_word:
+    if is_word and "".join(parts).isdecimal():
         others[0] = _EDGE + others[0]
         others[-1] += _EDGE
     # Of a part in the middle, only the first place counts: a search cannot make matching slow.

@@ -296,7 +296,7 @@ def test_waiting_finds_tasks_by_what_they_were_sent_with(shop: Any, browser: Bro
         ({keyed}, f"key:{order}:pay"),
         ({keyed}, f"key:{order}:*"),
         ({keyed, other}, f"key:{order}*"),
-        ({keyed}, f"{order[-8:]}:PAY"),
+        ({keyed}, f'"{order[-8:]}:PAY"'),
         ({plain}, plain),
         ({keyed}, f"{order}:pay"),
         ({keyed}, f'"{order}:P"'),
