@@ -140,6 +140,7 @@ def confirm_all(request: ViewRequest) -> dict[str, object]:
     tasks = (read or search.found(None, SHOWN)).tasks[:SHOWN]
     back = f"waiting?{request.fields.address(action=None)}"
     scope = {"sent_before": end, "count": count, "may_be_more": may_be_more, "back": back}
+    scope["searched"] = search.most_read if may_be_more else count
     return {**_question(request, search, tasks), "ids": [], **scope}
 
 

@@ -107,6 +107,11 @@ class Search:
         return self.ids is not None or self.filter.needs_records or self.filter.job is not None
 
     @property
+    def most_read(self) -> int:
+        """The most records that one page of the search reads."""
+        return MOST_READ if self.filter.where_message is None else MOST_READ_WHOLE
+
+    @property
     def cancelled(self) -> int:
         """How many tasks of the search's kinds are cancelled and not due yet; 0 with id or key."""
         names_tasks = self.query.named("id") or self.query.named("key")
@@ -123,10 +128,9 @@ class Search:
         Raises:
             RegistryUnavailable: Redis does not answer.
         """
-        index = self.delays.registry.index
+        index, most_read = self.delays.registry.index, self.most_read
         if self.ids is not None:
             return Found(index.matching(index.tasks(self.ids), self.filter), None)
-        most_read = MOST_READ if self.filter.where_message is None else MOST_READ_WHOLE
         tasks, last, read = list[Pending](), after, 0
         for part in index.parts(self.filter, after, most_read):
             tasks += part.tasks

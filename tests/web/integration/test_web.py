@@ -530,7 +530,7 @@ def test_a_search_that_goes_on_counts_what_it_has_found_and_names_itself_in_its_
     asked = read(browser.get("/waiting/all?q=key:order:*&action=cancel").text)
     text = " ".join(asked.text.split())
     assert text.count("Cancel all tasks that match key:order:*") == 2, "the heading and the button"
-    assert "Of the first tasks, none matches; all others are searched" in text
+    assert "Of the first 10 tasks, none matches; all others are searched" in text
     begun = browser.post(
         "/waiting/decide-all?q=key:order:*", action="cancel", sent_before=counted["sent_before"]
     )
