@@ -28,7 +28,10 @@ AGES: Final = {
     "a week": timedelta(days=7),
 }
 
-#: How many names the form for a pause proposes.
+#: What can be paused, and what else could have the name.
+OTHER: Final = {"task": "queue", "queue": "task"}
+
+#: How many names a form for a pause proposes.
 MOST_NAMES: Final = 500
 
 
@@ -89,17 +92,21 @@ def pauses(request: ViewRequest) -> dict[str, object]:
     """Return the pauses, with their counts of held tracked tasks."""
     request.with_registry  # noqa: B018 - raises if there is no registry
     holds, kinds = counted(request.site)
+    names = {what: {getattr(each.kind, what) for each in kinds if each.total} for what in OTHER}
+    names["task"] |= request.site.app.tasks.keys()
     paused = []
     for each in holds.paused:
         what, name = ("queue", each.queue) if each.task is None else ("task", each.task)
         of_it = [kind for kind in kinds if getattr(kind.kind, what) == name]
         held = sum(kind.before[holds.late_ms] for kind in of_it)
         shown = {"what": what, "name": name, "held": held, "q": str(Term.of(what, str(name)))}
+        shown["other"] = OTHER[what] if name in names[OTHER[what]] else None
         paused.append({**each._asdict(), **shown, "ahead": sum(k.total for k in of_it) - held})
-    tasks = {*request.site.app.tasks, *(each.kind.task for each in kinds)}
-    queues = {each.kind.queue for each in kinds}
-    names = [each for each in sorted(tasks | queues) if each and not each.startswith("celery.")]
-    return {"paused": paused, "names": names[:MOST_NAMES]}
+    proposed = {
+        what: [each for each in sorted(of_kind) if each and not each.startswith("celery.")]
+        for what, of_kind in names.items()
+    }
+    return {"paused": paused, "names": {what: proposed[what][:MOST_NAMES] for what in OTHER}}
 
 
 def pause(request: ViewRequest) -> dict[str, object]:
@@ -124,4 +131,4 @@ def resume(request: ViewRequest) -> dict[str, object]:
 
 def _target(request: ViewRequest) -> tuple[str, str]:
     """Return whether a form is about a task or a queue, and the name."""
-    return request.fields.one_of("what", ("task", "queue"), "task"), request.fields.needed("name")
+    return request.fields.one_of("what", OTHER, "task"), request.fields.needed("name")

@@ -980,6 +980,34 @@ def test_a_task_and_a_queue_are_paused_and_resumed_and_what_is_held_is_counted(
         shop.rabbitdelay.resume(queue=queue)
 
 
+def test_a_pause_says_if_no_waiting_task_has_the_name_and_the_names_of_each_kind_are_proposed(
+    shop: Any, browser: Browser
+) -> None:
+    queue, unknown = named(shop, "default"), f"lok-{uuid4().hex}"
+    send(shop)
+    wrong = (("task", unknown, ""), ("task", queue, ", but a queue has it"))
+    wrong = (*wrong, ("queue", "look", ", but a task has it"))
+    words = {"task": "no waiting task has this name", "queue": "no task waits for a queue of"}
+    page = browser.get("/pauses").text
+    for what, name in (("task", "look"), ("queue", queue)):
+        proposed = page.partition(f'id="{what}s"')[2].partition("</datalist>")[0]
+        assert [f'value="{each}"' in proposed for each in ("look", queue)] == [
+            each == name for each in ("look", queue)
+        ]
+    try:
+        for what, name, _ in (("task", "look", ""), *wrong):
+            assert browser.post("/pauses/pause", what=what, name=name).status_code == 303
+        _, *rows = browser.get("/pauses").text.partition("</table>")[0].split("<tr>")[1:]
+        assert not any(each in rows[0] for each in words.values())
+        for row, (what, name, other) in zip(rows[1:], wrong, strict=True):
+            assert (name in row, words[what] in row) == (True, True)
+            assert other in row
+            assert bool(other) is ("has it" in row)
+    finally:
+        for what, name, _ in (("task", "look", ""), *wrong):
+            shop.rabbitdelay.resume(**{what: name})
+
+
 def test_a_schedule_is_paused_resumed_triggered_and_ended(shop: Any, browser: Browser) -> None:
     name = "each <b>hour</b>"
     shop.rabbitdelay.schedules.put(name, "look", timedelta(hours=1), ("card 4711",))
