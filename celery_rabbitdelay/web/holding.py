@@ -68,10 +68,13 @@ def jobs(request: ViewRequest) -> dict[str, object]:
 def job(request: ViewRequest) -> dict[str, object]:
     """Return the state of a job, and the count of its waiting tracked tasks."""
     registry, name = request.with_registry.registry, request.fields.needed("name")
-    state = registry.jobs.state(name)
+    state, found = registry.jobs.state(name), registry.jobs.get(name, registry.now_ms())
     return {
         "name": name,
         "state": None if state is None else state.value,
+        "opened": found and found.opened,
+        "expires": found and found.expires,
+        "action": request.fields.one_of("action", ("", "commit", "abort"), ""),
         "tasks": registry.index.count(Filter(job=name)),
         "q": str(Term.of("job", name)),
     }
@@ -85,7 +88,7 @@ def change_job(method: str, what: str, request: ViewRequest) -> dict[str, object
     except JobClosed as closed:
         raise HTTPException(409, str(closed)) from closed
     log_action(request.user, f"{what} the job", 1, name)
-    return {**job(request), "see": f"jobs/one?{request.fields.address()}"}
+    return {**job(request), "see": f"jobs/one?{request.fields.address(action=None)}"}
 
 
 def pauses(request: ViewRequest) -> dict[str, object]:

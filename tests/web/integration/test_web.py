@@ -30,7 +30,7 @@ from celery_rabbitdelay.registry.index import SHARDS, Filter, Index, Kind, shard
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application, now, site, states, task, undeliverable, workers
 from celery_rabbitdelay.web import search as operations
-from tests.browser import Browser, assert_harmless, read
+from tests.browser import Browser, Form, assert_harmless, read
 from tests.kernel.integration.arrivals import count
 from tests.kernel.integration.shop import PATIENCE, make_app, named
 from tests.kernel.integration.trouble import suspended
@@ -938,11 +938,20 @@ def test_the_tasks_of_an_open_job_wait_for_its_commit_or_its_end(
         assert (told["name"], told["state"], told["tasks"]) == (name, "open", 1)
         (listed,) = browser.json("/jobs", state="open", name="import & <b>*")["jobs"]
         assert (listed["name"], listed["tasks"]) == (name, 1)
-        assert browser.post(f"/jobs/{path}", name=name).status_code == 303
+        times = "opened", "expires"
+        assert [told[each] for each in times] == [listed[each] for each in times]
+        shown = browser.get("/jobs/one", params={"name": name}).text
+        assert ("<form" in shown, f"action={path}" in shown) == (False, True), "it asks first"
+        assert ("Opened" in shown, "unless committed" in shown) == (True, True)
+        asked = browser.get("/jobs/one", params={"name": name, "action": path}).text
+        assert "1 waiting task " in asked.partition("</button>")[0]
+        form = Form.of(asked, f"/jobs/{path}")
+        assert browser.post(f"/jobs/{path}", **form).status_code == 303
         assert browser.json("/jobs/one", name=name)["state"] == state
         assert browser.json("/jobs", state="open", name="import & <b>*")["count"] == 0
         for page in ("/jobs", "/jobs/one"):
             assert_harmless(browser.get(page, params={"name": name}).text)
+        assert "<form" not in browser.get("/jobs/one", params={"name": name, "action": path}).text
     assert browser.post("/jobs/commit", name=name).status_code == 409
     told = browser.json("/jobs", age="a day", name="import & <b>*")
     assert told["states"] == {"committed": 1, "aborted": 1}
@@ -1112,3 +1121,14 @@ def test_workers_say_where_they_take_from_and_a_queue_without_one_is_named(
         assert told["uptime"] >= 0
         assert "celery_rabbitdelay" in told["versions"]
         assert_harmless(browser.get("/workers").text)
+        key, began = uuid4().hex, time.monotonic()
+        shop.tasks["hold"].apply_async(kwargs={"key": key})
+
+        def running() -> list[dict[str, Any]]:
+            return [each for one in browser.json("/workers")["workers"] for each in one["running"]]
+
+        wait_for(running, "the running task", PATIENCE)
+        (task_at_work,) = running()
+        shop.backend.client.set(f"{key}:ends", "1")
+        assert task_at_work["name"] == "hold"
+        assert 0 <= task_at_work["seconds"] <= time.monotonic() - began + 1
