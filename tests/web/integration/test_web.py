@@ -858,6 +858,27 @@ def test_undeliverable_messages_are_counted_redriven_and_deleted_as_many_as_were
     assert browser.json("/undeliverable")["read"] == 1
 
 
+def test_messages_of_a_misspelt_queue_are_sent_again_to_another_queue(
+    shop: Any, browser: Browser, connection: Connection
+) -> None:
+    misspelt, queue = f"mails-{uuid4().hex}", named(shop, "default")
+    task = {"task": "look", "lang": "py", "id": uuid4().hex}
+    kind = {"content_type": "application/json", "content_encoding": "utf-8"}
+    lost = message(json.dumps([[], {}, {}]), straight(misspelt, **task), **kind)
+    put(connection, shop.rabbitdelay.topology, lost)
+    chosen = {"action": "redrive", "queue": misspelt}
+    page = browser.get("/undeliverable/all", params=chosen).text
+    assert "is not a destination that the application allows" in page
+    assert ("--" in read(page).text, "Send 0 again" in page) == (False, False)
+    form = Form.of(page, "/undeliverable/decide-all")
+    counted = browser.get("/undeliverable/all", params={**form, **chosen, "to": queue}).text
+    (field,) = [each for tag, each in read(counted).tags if each.get("id") == "to"]
+    assert (field["value"], "Send 1 again" in counted) == (queue, True)
+    form = Form.of(counted, "/undeliverable/decide-all") | {"action": "redrive", "to": queue}
+    assert ended(browser, browser.post("/undeliverable/decide-all", **form))["done"] == 1
+    wait_for(lambda: count(connection, queue) == 1, "the task in the other queue", PATIENCE)
+
+
 def test_undeliverable_messages_are_named_and_found_by_queue_day_and_reason_and_opened(
     shop: Any, browser: Browser, connection: Connection
 ) -> None:
