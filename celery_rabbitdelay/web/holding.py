@@ -31,6 +31,9 @@ AGES: Final = {
 #: What can be paused, and what else could have the name.
 OTHER: Final = {"task": "queue", "queue": "task"}
 
+#: The readings that count held tasks, on Now once per horizon.
+OF_HELD: Final = ("kinds", "due in a ")
+
 #: How many names a form for a pause proposes.
 MOST_NAMES: Final = 500
 
@@ -88,6 +91,7 @@ def change_job(method: str, what: str, request: ViewRequest) -> dict[str, object
     except JobClosed as closed:
         raise HTTPException(409, str(closed)) from closed
     log_action(request.user, f"{what} the job", 1, name)
+    request.site.outdate(*OF_HELD)
     return {**job(request), "see": f"jobs/one?{request.fields.address(action=None)}"}
 
 
@@ -119,7 +123,7 @@ def pause(request: ViewRequest) -> dict[str, object]:
         raise Wrong("until", "takes an instant in the future")
     since = request.with_registry.pause(**{what: name}, until=until)
     log_action(request.user, f"paused the {what}", 1, name)
-    request.site.outdate("kinds")
+    request.site.outdate(*OF_HELD)
     return {"since": since, "until": until, "see": "pauses"}
 
 
@@ -128,7 +132,7 @@ def resume(request: ViewRequest) -> dict[str, object]:
     what, name = _target(request)
     was_paused = request.with_registry.resume(**{what: name})
     log_action(request.user, f"resumed the {what}", int(was_paused), name)
-    request.site.outdate("kinds")
+    request.site.outdate(*OF_HELD)
     return {"was_paused": was_paused, "see": "pauses"}
 
 

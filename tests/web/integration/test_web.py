@@ -260,6 +260,35 @@ def test_what_a_pause_or_an_open_job_holds_is_not_called_overdue(
     assert counts()[:2] == (3, 0)
 
 
+def test_now_shows_a_pause_or_the_end_of_a_job_at_once(
+    shop: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("celery_rabbitdelay.metrics.reading.time", Clock())  # no reading expires
+    job = f"import-{uuid4().hex}"
+    shop.rabbitdelay.open_job(job, expires=9 * HOUR)
+    send(shop, 2, job=job)
+    send(shop, 1)
+    later(monkeypatch, 3 * HOUR)
+
+    def wait_until_counted(overdue: int, held: int) -> None:
+        def counted() -> list[tuple[int, int]]:
+            found = [browser.json("/now", horizon=each)["tasks"] for each in ("hour", "day")]
+            return [(each["overdue"], each["held"]) for (each,) in found]
+
+        wait_for(lambda: counted() == [(overdue, held)] * 2, "the new counts", PATIENCE)
+
+    wait_until_counted(1, 2)
+    try:
+        assert browser.post("/pauses/pause", what="task", name="look").status_code == 303
+        wait_until_counted(0, 3)
+        assert browser.post("/pauses/resume", what="task", name="look").status_code == 303
+        wait_until_counted(1, 2)
+        assert browser.post("/jobs/abort", name=job).status_code == 303
+        wait_until_counted(3, 0)
+    finally:
+        shop.rabbitdelay.resume(task="look")
+
+
 def test_the_queue_of_an_overdue_task_is_asked_for_once_however_many_look(
     shop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,8 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
-from threading import Event
+from itertools import count
+from threading import Event, Timer
 
 import pytest
 from hypothesis import example, given
@@ -13,11 +14,14 @@ from jinja2 import Environment, PackageLoader
 from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
+from celery_rabbitdelay import Celery
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.pages import PAGES
-from celery_rabbitdelay.web.site import MOST_AT_ONCE, Verb, Work, Works, in_batches
+from celery_rabbitdelay.web.site import MOST_AT_ONCE, STALE, Site, Verb, Work, Works, in_batches
 from celery_rabbitdelay.web.view_request import MOST_FIELDS, Fields, fields_of
+from tests.kernel.unit.clock import Clock
 from tests.kernel.unit.waiting import wait_until
 
 ADA = User("ada", "operator")
@@ -58,6 +62,32 @@ def test_each_template_can_be_read(page: str) -> None:
     loader = PackageLoader("celery_rabbitdelay.web")
     environment = Environment(loader=loader, autoescape=True)
     environment.parse(loader.get_source(environment, f"{page}.html")[0])
+
+
+def test_a_stale_or_outdated_reading_is_waited_for_and_another_one_is_shown_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("celery_rabbitdelay.web.site.LONG_PATIENCE", 60.0)
+    monkeypatch.setattr(wall_clock, "ns", (clock := Clock(1_900_000_000)).time_ns)
+    app = Celery("shop", broker="amqp://guest:guest@127.0.0.1:1//", set_as_current=False)
+    site, values, may_end = Site(app, {}), count(1), Event()
+
+    def look() -> int:
+        if (value := next(values)) > 1:
+            may_end.wait(60)
+        return value
+
+    def latest() -> int | None:
+        return site.latest("due in a day", look, 0.0, 0.01).value
+
+    for number in (1, 2):
+        may_end.clear()
+        assert [latest(), latest()] == [number, number]
+        clock.now += STALE.total_seconds() + 1 if number == 1 else 1
+        if number == 2:
+            site.outdate("due in ")
+        Timer(0.1, may_end.set).start()
+        assert latest() == number + 1
 
 
 def until_ended(work: Work) -> Work:
