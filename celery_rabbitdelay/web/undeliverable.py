@@ -151,6 +151,7 @@ def message(request: ViewRequest) -> dict[str, object]:
 
 def _record(request: ViewRequest, kept: Kept) -> dict[str, Any]:
     """Return a message as ``undeliverable export`` does, with masked or hidden arguments."""
+    found = kept.message.found
     record = read.as_record(kept.number, kept.message)
     del record["amqp_properties"]  # for programs that resend messages; contains arguments
     options, task, headers = request.site.options, record["task"] or "", record["headers"]
@@ -159,7 +160,7 @@ def _record(request: ViewRequest, kept: Kept) -> dict[str, Any]:
             headers[name] = text
     text, encoded, size = (kept.body[name] for name in ("text", "base64", "size"))
     body = options.shown(task, encoded if text is None else text)
-    return {**record, "body": body, "size": size}
+    return {**record, "due": found.due, "since": found.since, "body": body, "size": size}
 
 
 def confirm(request: ViewRequest) -> dict[str, object]:

@@ -924,6 +924,12 @@ def test_undeliverable_messages_are_named_and_found_by_queue_day_and_reason_and_
     assert (opened.status_code, "4711" in opened.text) == (200, True)
     assert_harmless(opened.text)
     assert told["tasks"]["look"] == told["queues"][queue] == 2
+    name = next(each["name"] for each in told["messages"] if each["task_id"])
+    record = browser.json("/undeliverable/message", name=name)["message"]
+    shown = browser.get("/undeliverable/message", params={"name": name}).text
+    for what in ("due", "since"):
+        assert f'<time datetime="{record[what]}">' in shown
+        assert f">{record[what]}<" not in shown
     assert sum(told["days"].values()) == 2, "one says no day"
     facets = [*((name, told[f"{name}s"]) for name in ("task", "queue", "day"))]
     facets.append(("reason", {each["reason"]: each["count"] for each in told["reasons"]}))

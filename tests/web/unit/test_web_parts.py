@@ -4,8 +4,10 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from itertools import count
 from threading import Event, Timer
+from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import example, given
@@ -36,6 +38,12 @@ def test_a_shown_text_has_nothing_that_is_hidden_or_turns_text(text: str) -> Non
     assert found.isprintable()
     found.encode()
     assert len(found) <= 50 * 10 + 40
+
+
+@given(st.datetimes(datetime(1970, 1, 1), timezones=st.just(UTC)))
+@example(datetime.max.replace(tzinfo=UTC))
+def test_any_instant_is_shown(instant: datetime) -> None:
+    assert len(shown.local(instant, ZoneInfo("Asia/Tokyo"))) == len("2030-01-31 09:00:00")
 
 
 @given(st.text(st.characters()))
