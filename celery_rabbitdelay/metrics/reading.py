@@ -88,8 +88,8 @@ class Readings(Generic[_T]):
                 Thread(target=self._read, name="rabbitdelay-reading", daemon=True).start()
                 self._is_looking = True
             if starts or self._reading is None:
-                self._changed.wait_for(lambda: not self._is_looking, patience)
-            return self._reading or Reading()
+                return self.ended(patience)
+            return self._reading
 
     def ended(self, patience: float | None) -> Reading[_T]:
         """Return the latest reading after the end of the running query, if there is one.

@@ -92,7 +92,7 @@ def change_job(method: str, what: str, request: ViewRequest) -> dict[str, object
         raise HTTPException(409, str(closed)) from closed
     log_action(request.user, f"{what} the job", 1, name)
     request.site.outdate(*OF_HELD)
-    return {**job(request), "see": f"jobs/one?{request.fields.address(action=None)}"}
+    return {**job(request), "see": f"jobs/one?{request.fields.address()}"}
 
 
 def pauses(request: ViewRequest) -> dict[str, object]:
@@ -100,7 +100,7 @@ def pauses(request: ViewRequest) -> dict[str, object]:
     request.with_registry  # noqa: B018 - raises if there is no registry
     holds, kinds = counted(request.site)
     names = {what: {getattr(each.kind, what) for each in kinds if each.total} for what in OTHER}
-    names["task"] |= request.site.app.tasks.keys()
+    names["task"] |= {each for each in request.site.app.tasks if not each.startswith("celery.")}
     paused = []
     for each in holds.paused:
         what, name = ("queue", each.queue) if each.task is None else ("task", each.task)
@@ -109,11 +109,8 @@ def pauses(request: ViewRequest) -> dict[str, object]:
         shown = {"what": what, "name": name, "held": held, "q": str(Term.of(what, str(name)))}
         shown["other"] = OTHER[what] if name in names[OTHER[what]] else None
         paused.append({**each._asdict(), **shown, "ahead": sum(k.total for k in of_it) - held})
-    proposed = {
-        what: [each for each in sorted(of_kind) if each and not each.startswith("celery.")]
-        for what, of_kind in names.items()
-    }
-    return {"paused": paused, "names": {what: proposed[what][:MOST_NAMES] for what in OTHER}}
+    proposed = {what: sorted(filter(None, names[what]))[:MOST_NAMES] for what in OTHER}
+    return {"paused": paused, "names": proposed}
 
 
 def pause(request: ViewRequest) -> dict[str, object]:

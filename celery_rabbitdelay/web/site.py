@@ -131,12 +131,10 @@ class Site:
         """
         readings = self._readings.setdefault(name, Readings(look, period))
         reading = readings.latest(patience)
-        if not patience or reading.error is not None:
-            return reading
-        if reading.taken is None:
-            return readings.ended(None)
-        is_stale = reading.taken < max(self._changed, wall_clock.now() - STALE)
-        return readings.ended(LONG_PATIENCE) if is_stale else reading
+        oldest = max(self._changed, wall_clock.now() - STALE)
+        if patience and reading.error is None and (reading.taken or wall_clock.EPOCH) < oldest:
+            return readings.ended(None if reading.taken is None else LONG_PATIENCE)
+        return reading
 
     def outdate(self, *names: str) -> None:
         """Expire the cached readings with these beginnings: an action has changed their subject."""

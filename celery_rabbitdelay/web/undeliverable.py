@@ -110,6 +110,7 @@ def undeliverable(request: ViewRequest) -> dict[str, object]:
         "taken": reading.taken,
         "error": reading.error,
         "read": None if reading.value is None else len(kept),
+        "is_all": len(kept) < MOST_READ,
         "count": summary.count,
         "reasons": [vars(each) for each in summary.by_count()],
         "tasks": _count(kept, replace(wanted, tasks=()), "tasks"),
