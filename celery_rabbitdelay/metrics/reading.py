@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
+from math import inf
 from threading import Condition, Thread
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -83,14 +84,28 @@ class Readings(Generic[_T]):
         with self._changed:
             starts = not self._is_looking and time.monotonic() >= self._until
             if starts:
+                self._until = inf
                 Thread(target=self._read, name="rabbitdelay-reading", daemon=True).start()
                 self._is_looking = True
             if starts or self._reading is None:
-                self._changed.wait_for(lambda: not self._is_looking, patience)
+                return self.ended(patience)
+            return self._reading
+
+    def ended(self, patience: float | None) -> Reading[_T]:
+        """Return the latest reading after the end of the running query, if there is one.
+
+        Args:
+            patience: The longest wait of this caller, in seconds; None for no limit.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_looking, patience)
             return self._reading or Reading()
 
     def outdate(self) -> None:
-        """Let the next caller start a query, because the latest reading is outdated."""
+        """Let the next caller start a query, because the subject of this reading has changed.
+
+        A query that is running may have read the old state: another one follows it.
+        """
         with self._changed:
             self._until = 0.0
 
@@ -106,7 +121,9 @@ class Readings(Generic[_T]):
             logger.exception("rabbitdelay metrics: the query of a server failed unexpectedly")
             reading = before._replace(error="an unexpected error: see the log")
         with self._changed:
-            self._reading, self._until = reading, time.monotonic() + self._period
+            self._reading = reading
+            if self._until == inf:
+                self._until = time.monotonic() + self._period
             self._is_looking = False
             self._changed.notify_all()
 

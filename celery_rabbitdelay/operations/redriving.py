@@ -7,7 +7,6 @@ allows, and only headers with valid values are kept.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, TypeAlias
@@ -59,6 +58,9 @@ def never_accepted(
         or last_stop == checkin.name
     )
 
+
+#: The end of the reason why a message for another destination stays.
+NOT_ALLOWED: Final = "is not a destination that the application allows"
 
 #: The default limit of redrives of one message.
 MAX_ATTEMPTS: Final = 3
@@ -238,10 +240,7 @@ class Redriving:
         if self.allowed.forbids(name):
             raise UnprocessableMessage(f"{where} belongs to the levels, to the broker or to Celery")
         if name != self.to and not self.allowed.includes(exchange, routing_key):
-            raise UnprocessableMessage(
-                f"{where} is not a destination that the application allows; "
-                f"name it with --allow {shlex.quote(name)}"
-            )
+            raise UnprocessableMessage(f"{where} {NOT_ALLOWED}")
         if exchange:
             return
         try:

@@ -14,7 +14,7 @@ from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.operations import undeliverable as read
 from celery_rabbitdelay.operations.move_commands import rate_option
 from celery_rabbitdelay.operations.mover import Place
-from celery_rabbitdelay.operations.redriving import MAX_ATTEMPTS
+from celery_rabbitdelay.operations.redriving import MAX_ATTEMPTS, NOT_ALLOWED
 
 _limit_option: Final = click.option(
     "--limit", type=click.IntRange(1), metavar="NUMBER", help="Stop after this many messages."
@@ -56,7 +56,10 @@ def _tell_removal(report: read.RemovalReport, done: str, dry_run: bool) -> None:
         f"{report.seconds:.1f} s ({report.examined:,} read)"
     )
     shared.answer({**vars(report), "dry_run": dry_run}, [line])
-    trouble = [f"{count:,} stay: {reason}" for reason, count in report.left.most_common()]
+    trouble = [
+        f"{count:,} stay: {reason}{': name it with --allow' if NOT_ALLOWED in reason else ''}"
+        for reason, count in report.left.most_common()
+    ]
     if report.copies:
         trouble.append(f"{report.copies:,} may come twice: a connection was lost")
     if report.stopped is not None:

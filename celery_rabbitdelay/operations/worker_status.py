@@ -21,6 +21,7 @@ from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.instruments import LATENESS, Instrument
 from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations.workers import ABOUT, ARRIVALS, COMMAND
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, Worker
 
@@ -146,13 +147,13 @@ def _at_work(consumer: Any) -> dict[str, object]:
     controller = consumer.controller
     tasks = getattr(consumer, "task_consumer", None)
     running = sorted(worker_state.active_requests, key=lambda request: request.time_start or 0)
-    now = time.monotonic()
+    now = wall_clock.now().timestamp()  # Celery's time_start is wall time
     return {
         "queues": sorted(queue.name for queue in (tasks.queues if tasks else ())),
         "processes": getattr(controller.pool, "num_processes", None),
         "uptime": controller.info()["uptime"],
         "running": [
-            {"name": request.name, "seconds": now - (request.time_start or now)}
+            {"name": request.name, "seconds": max(now - (request.time_start or now), 0.0)}
             for request in running[:MOST_RUNNING]
         ],
     }

@@ -13,7 +13,7 @@ from kombu.utils.functional import LRUCache
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.decision import new_copy
-from celery_rabbitdelay.registry.index import Names
+from celery_rabbitdelay.registry.index import Names, shard_of
 from celery_rabbitdelay.registry.store import ScriptCall, Store, readable
 
 logger = logging.getLogger(__name__)
@@ -151,16 +151,32 @@ class Jobs:
             lambda pipe: [pipe.zrevrange(key, 0, most - 1, withscores=True) for key in lists]
         )
         newest = sorted((-int(opened_ms), name) for shard in found for name, opened_ms in shard)
-        keys = self._names.each("job", (name for _, name in newest[:most]))
+        return self._read([(name, -opened_ms) for opened_ms, name in newest[:most]], now_ms)
+
+    def get(self, job: str, now_ms: int) -> Job | None:
+        """Return the latest job with a name; None if Redis does not list it.
+
+        Args:
+            job: The name.
+            now_ms: The time by the clock of Redis.
+        """
+        key = self._names.in_shards("jobs")[shard_of(job)]
+        (opened_ms,) = self._store.commands(lambda pipe: [pipe.zscore(key, job)])
+        listed = [] if opened_ms is None else [(job, int(opened_ms))]
+        return next(iter(self._read(listed, now_ms)), None)
+
+    def _read(self, listed: Sequence[tuple[str, int]], now_ms: int) -> list[Job]:
+        """Return the jobs with these names and times of opening, without those that are gone."""
+        keys = self._names.each("job", (name for name, _ in listed))
         records = self._store.commands(
             lambda pipe: [pipe.hmget(key, "state", "expires") for key in keys]
         )
         jobs = []
-        for (opened_ms, name), (state, expires) in zip(newest, records, strict=False):
+        for (name, opened_ms), (state, expires) in zip(listed, records, strict=True):
             if state in _STATES and expires:
                 is_expired = state == JobState.OPEN.value and int(expires) <= now_ms
                 now = JobState.ABORTED if is_expired else JobState(state)
-                jobs.append(Job(name, now, instant_of(-opened_ms), instant_of(int(expires))))
+                jobs.append(Job(name, now, instant_of(opened_ms), instant_of(int(expires))))
         return jobs
 
     def open_ones(self, now_ms: int) -> list[str]:

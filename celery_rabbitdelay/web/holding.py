@@ -28,7 +28,13 @@ AGES: Final = {
     "a week": timedelta(days=7),
 }
 
-#: How many names the form for a pause proposes.
+#: What can be paused, and what else could have the name.
+OTHER: Final = {"task": "queue", "queue": "task"}
+
+#: The readings that count held tasks, on Now once per horizon.
+OF_HELD: Final = ("kinds", "due in a ")
+
+#: How many names a form for a pause proposes.
 MOST_NAMES: Final = 500
 
 
@@ -65,10 +71,13 @@ def jobs(request: ViewRequest) -> dict[str, object]:
 def job(request: ViewRequest) -> dict[str, object]:
     """Return the state of a job, and the count of its waiting tracked tasks."""
     registry, name = request.with_registry.registry, request.fields.needed("name")
-    state = registry.jobs.state(name)
+    state, found = registry.jobs.state(name), registry.jobs.get(name, registry.now_ms())
     return {
         "name": name,
         "state": None if state is None else state.value,
+        "opened": found and found.opened,
+        "expires": found and found.expires,
+        "action": request.fields.one_of("action", ("", "commit", "abort"), ""),
         "tasks": registry.index.count(Filter(job=name)),
         "q": str(Term.of("job", name)),
     }
@@ -82,6 +91,7 @@ def change_job(method: str, what: str, request: ViewRequest) -> dict[str, object
     except JobClosed as closed:
         raise HTTPException(409, str(closed)) from closed
     log_action(request.user, f"{what} the job", 1, name)
+    request.site.outdate(*OF_HELD)
     return {**job(request), "see": f"jobs/one?{request.fields.address()}"}
 
 
@@ -89,17 +99,18 @@ def pauses(request: ViewRequest) -> dict[str, object]:
     """Return the pauses, with their counts of held tracked tasks."""
     request.with_registry  # noqa: B018 - raises if there is no registry
     holds, kinds = counted(request.site)
+    names = {what: {getattr(each.kind, what) for each in kinds if each.total} for what in OTHER}
+    names["task"] |= {each for each in request.site.app.tasks if not each.startswith("celery.")}
     paused = []
     for each in holds.paused:
         what, name = ("queue", each.queue) if each.task is None else ("task", each.task)
         of_it = [kind for kind in kinds if getattr(kind.kind, what) == name]
         held = sum(kind.before[holds.late_ms] for kind in of_it)
         shown = {"what": what, "name": name, "held": held, "q": str(Term.of(what, str(name)))}
+        shown["other"] = OTHER[what] if name in names[OTHER[what]] else None
         paused.append({**each._asdict(), **shown, "ahead": sum(k.total for k in of_it) - held})
-    tasks = {*request.site.app.tasks, *(each.kind.task for each in kinds)}
-    queues = {each.kind.queue for each in kinds}
-    names = [each for each in sorted(tasks | queues) if each and not each.startswith("celery.")]
-    return {"paused": paused, "names": names[:MOST_NAMES]}
+    proposed = {what: sorted(filter(None, names[what]))[:MOST_NAMES] for what in OTHER}
+    return {"paused": paused, "names": proposed}
 
 
 def pause(request: ViewRequest) -> dict[str, object]:
@@ -109,7 +120,7 @@ def pause(request: ViewRequest) -> dict[str, object]:
         raise Wrong("until", "takes an instant in the future")
     since = request.with_registry.pause(**{what: name}, until=until)
     log_action(request.user, f"paused the {what}", 1, name)
-    request.site.outdate("kinds")
+    request.site.outdate(*OF_HELD)
     return {"since": since, "until": until, "see": "pauses"}
 
 
@@ -118,10 +129,10 @@ def resume(request: ViewRequest) -> dict[str, object]:
     what, name = _target(request)
     was_paused = request.with_registry.resume(**{what: name})
     log_action(request.user, f"resumed the {what}", int(was_paused), name)
-    request.site.outdate("kinds")
+    request.site.outdate(*OF_HELD)
     return {"was_paused": was_paused, "see": "pauses"}
 
 
 def _target(request: ViewRequest) -> tuple[str, str]:
     """Return whether a form is about a task or a queue, and the name."""
-    return request.fields.one_of("what", ("task", "queue"), "task"), request.fields.needed("name")
+    return request.fields.one_of("what", OTHER, "task"), request.fields.needed("name")

@@ -75,7 +75,7 @@ def problems(
     all_of_them = [
         *_of_servers(queues, registry_error, reasons),
         *_of_workers(queues, workers, {each: unserved[each] for each in unserved.keys() - named}),
-        *_of_tasks(due, unserved),
+        *_of_tasks(due, unserved, _returning(queues, due)),
         *_of_findings(found),
     ]
     return sorted(all_of_them, key=lambda each: get_args(Severity).index(each.severity))
@@ -149,18 +149,26 @@ def _of_probes(answers: Iterable[Mapping[str, Any]]) -> Iterator[Problem]:
         yield Problem("danger", words, level, page="levels")
 
 
-def _of_tasks(due: Due, unserved: Mapping[str, bool]) -> Iterator[Problem]:
+def _returning(queues: Reading[Glance], due: Due) -> str:
+    """Return the cause if held tasks return to their queues: nothing is paused any more."""
+    others = {} if queues.value is None else queues.value.status.backlog.others
+    held = None if due.paused else others.get("paused")
+    return "; held tasks are returning" if held is not None and held.messages else ""
+
+
+def _of_tasks(due: Due, unserved: Mapping[str, bool], returning: str) -> Iterator[Problem]:
     causes = {False: "; there is no queue ", True: "; no worker consumes queue ", None: ""}
     for exists, cause in causes.items():
         if kinds := {kind for kind in due.overdue if unserved.get(kind.queue) is exists}:
             queue = _named(Counter(each.queue for each in kinds), "queue")
-            yield _overdue(due, kinds, cause and f"{cause}{queue}")
+            yield _overdue(due, kinds, f"{cause}{queue}" if cause else returning)
     for each, counts in due.paused.items():
         what = f"task {each.task}" if each.task is not None else f"queue {each.queue}"
         ends = "" if each.until is None else f", resumes {shown.left(each.until)}"
         words = f"Paused, {things(counts.total(), 'task')} held:"
         rest = f" (since {shown.left(each.since)}{ends})"
-        yield Problem("warning", words, what, rest, "pauses", shape="held")
+        severity: Severity = "warning" if counts.total() else "note"
+        yield Problem(severity, words, what, rest, "pauses", shape="held")
     if due.jobs:
         jobs = Counter({job: kinds.total() for job, kinds in due.jobs.items()})
         words = f"{things(jobs.total(), 'task')} held until commit of job"
@@ -179,8 +187,9 @@ def _overdue(due: Due, kinds: Set[Kind], cause: str) -> Problem:
     terms = " ".join(["state:overdue", *(str(Term.of("task", each)) for each in names)])
     fields = urlencode({"q": terms}, errors="surrogatepass")
     fields = fields if len(fields) <= shown.MOST_IN_ADDRESS else "q=state:overdue"
-    words, about = things(names.total(), "task overdue:", "tasks overdue:"), _named(names, "name")
-    return Problem("danger", words, f"{about}{cause}", since, "waiting", fields)
+    words = things(names.total(), "task overdue:", "tasks overdue:")
+    about = f"{_named(names, 'task name')}{cause}"
+    return Problem("danger", words, about, since, "waiting", fields)
 
 
 def _named(counts: Counter[str], noun: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta, tzinfo
 from fractions import Fraction
 from typing import Final
@@ -41,7 +42,9 @@ def quoted(text: str) -> str:
 
 def local(instant: datetime, zone: tzinfo) -> str:
     """Format an instant in a time zone, to the second."""
-    return instant.astimezone(zone).strftime("%Y-%m-%d %H:%M:%S")
+    with suppress(OverflowError):  # a message may have a time on the last day of the year 9999
+        instant = instant.astimezone(zone)
+    return instant.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def left(instant: datetime) -> str:

@@ -35,8 +35,12 @@ CONNECT_TIMEOUT, ANSWER_TIMEOUT = 2.0, 5.0
 #: Seconds between two readings of the queues, and of the workers.
 STATUS_PERIOD, WORKERS_PERIOD = 2.0, 10.0
 
-#: Seconds for which Now waits for each of its new figures before it shows old ones.
-PATIENCE: Final = 0.1
+#: Seconds for which Now waits for each of its new figures before it shows old ones; and before it
+#: shows figures older than :data:`STALE`, or older than the last action of this process.
+PATIENCE, LONG_PATIENCE = 0.1, 2.0
+
+#: The age from which a reading counts as stale: nobody has looked at the page for some time.
+STALE: Final = timedelta(minutes=1)
 
 #: How many periods a reading may be old before a page says so.
 OLD: Final = 2
@@ -101,6 +105,7 @@ class Site:
         # Two connections, because one of them waits for the workers' answers.
         self.queues_broker, self._workers = self._broker(), self._broker()
         self._readings: dict[str, Readings[Any]] = {}
+        self._changed = wall_clock.EPOCH
         self._before: Status | None = None
 
     def _broker(self) -> Broker:
@@ -122,16 +127,21 @@ class Site:
             look: Reads anew. The function of the first call for a name stays in use.
             period: As for :class:`.Readings`.
             patience: The most seconds that this request waits for a new reading if there is an old
-                one; None for no limit. With 0, it does not wait for the first reading either.
+                one that is not stale; None for no limit. With 0, it waits for no reading at all.
         """
         readings = self._readings.setdefault(name, Readings(look, period))
         reading = readings.latest(patience)
-        return readings.latest() if patience and reading == Reading() else reading
+        oldest = max(self._changed, wall_clock.now() - STALE)
+        if patience and reading.error is None and (reading.taken or wall_clock.EPOCH) < oldest:
+            return readings.ended(None if reading.taken is None else LONG_PATIENCE)
+        return reading
 
-    def outdate(self, name: str) -> None:
-        """Expire a cached reading, because an action has changed its subject."""
-        if name in self._readings:
-            self._readings[name].outdate()
+    def outdate(self, *names: str) -> None:
+        """Expire the cached readings with these beginnings: an action has changed their subject."""
+        self._changed = wall_clock.now()
+        for name, readings in [*self._readings.items()]:
+            if name.startswith(names):
+                readings.outdate()
 
     def queues(self, patience: float | None = None) -> Reading[Glance]:
         """Return the message counts of all queues; for ``patience``, see :meth:`latest`."""

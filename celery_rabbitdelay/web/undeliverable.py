@@ -110,6 +110,7 @@ def undeliverable(request: ViewRequest) -> dict[str, object]:
         "taken": reading.taken,
         "error": reading.error,
         "read": None if reading.value is None else len(kept),
+        "is_all": len(kept) < MOST_READ,
         "count": summary.count,
         "reasons": [vars(each) for each in summary.by_count()],
         "tasks": _count(kept, replace(wanted, tasks=()), "tasks"),
@@ -151,6 +152,7 @@ def message(request: ViewRequest) -> dict[str, object]:
 
 def _record(request: ViewRequest, kept: Kept) -> dict[str, Any]:
     """Return a message as ``undeliverable export`` does, with masked or hidden arguments."""
+    found = kept.message.found
     record = read.as_record(kept.number, kept.message)
     del record["amqp_properties"]  # for programs that resend messages; contains arguments
     options, task, headers = request.site.options, record["task"] or "", record["headers"]
@@ -159,7 +161,7 @@ def _record(request: ViewRequest, kept: Kept) -> dict[str, Any]:
             headers[name] = text
     text, encoded, size = (kept.body[name] for name in ("text", "base64", "size"))
     body = options.shown(task, encoded if text is None else text)
-    return {**record, "body": body, "size": size}
+    return {**record, "due": found.due, "since": found.since, "body": body, "size": size}
 
 
 def confirm(request: ViewRequest) -> dict[str, object]:

@@ -33,6 +33,22 @@ def test_one_of_all_who_ask_looks_and_the_others_wait_or_get_what_was_seen_befor
         assert second.result(10).value == 2
 
 
+def test_what_is_outdated_while_a_query_runs_is_queried_again() -> None:
+    looks, may_end = [], Event()
+
+    def look() -> int:
+        looks.append(1)
+        may_end.wait(10)
+        return len(looks)
+
+    readings = Readings(look, period=60)
+    assert readings.latest(0.01) == readings.ended(0.01) == Reading()
+    readings.outdate()
+    may_end.set()
+    assert readings.ended(None).value == 1
+    assert [readings.latest().value for _ in range(3)] == [2, 2, 2]
+
+
 def test_nobody_waits_longer_than_the_patience_and_a_failed_look_ends_nothing() -> None:
     looks, may_end = [], Event()
 

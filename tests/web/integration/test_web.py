@@ -28,9 +28,19 @@ from celery_rabbitdelay.publishing.declaration import declare_destination, queue
 from celery_rabbitdelay.registry.decision import Arrival
 from celery_rabbitdelay.registry.index import SHARDS, Filter, Index, Kind, shard_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from celery_rabbitdelay.web import application, now, site, states, task, undeliverable, workers
+from celery_rabbitdelay.web import (
+    application,
+    now,
+    shown,
+    site,
+    states,
+    task,
+    undeliverable,
+    workers,
+)
 from celery_rabbitdelay.web import search as operations
-from tests.browser import Browser, assert_harmless, read
+from celery_rabbitdelay.web.problems import Problem
+from tests.browser import Browser, Form, assert_harmless, read
 from tests.kernel.integration.arrivals import count
 from tests.kernel.integration.shop import PATIENCE, make_app, named
 from tests.kernel.integration.trouble import suspended
@@ -258,6 +268,58 @@ def test_what_a_pause_or_an_open_job_holds_is_not_called_overdue(
         delays.resume(**{name: value})
     delays.abort_job(job)
     assert counts()[:2] == (3, 0)
+
+
+def test_now_shows_a_pause_or_the_end_of_a_job_at_once(
+    shop: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("celery_rabbitdelay.metrics.reading.time", Clock())  # no reading expires
+    job = f"import-{uuid4().hex}"
+    shop.rabbitdelay.open_job(job, expires=9 * HOUR)
+    send(shop, 2, job=job)
+    send(shop, 1)
+    later(monkeypatch, 3 * HOUR)
+
+    def wait_until_counted(overdue: int, held: int) -> None:
+        def counted() -> list[tuple[int, int]]:
+            found = [browser.json("/now", horizon=each)["tasks"] for each in ("hour", "day")]
+            return [(each["overdue"], each["held"]) for (each,) in found]
+
+        wait_for(lambda: counted() == [(overdue, held)] * 2, "the new counts", PATIENCE)
+
+    wait_until_counted(1, 2)
+    try:
+        assert browser.post("/pauses/pause", what="task", name="look").status_code == 303
+        wait_until_counted(0, 3)
+        assert browser.post("/pauses/resume", what="task", name="look").status_code == 303
+        wait_until_counted(1, 2)
+        assert browser.post("/jobs/abort", name=job).status_code == 303
+        wait_until_counted(3, 0)
+    finally:
+        shop.rabbitdelay.resume(task="look")
+
+
+def test_now_says_what_it_leaves_out_and_what_its_icons_mean(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(waits: now.Waits, by: str, late: object) -> list[now.Row]:
+        row = now.Row("", 0, None, 0, overdue=1, held=3, job_open=2, cancelled=0, late="")
+        return [row._replace(name=f"{by}-{each}", waiting=each) for each in range(1, 11)]
+
+    monkeypatch.setattr(now, "_rows", rows)
+    for number, listed in ((6, 6), (7, 5)):
+        found = [Problem("note", f"fault {each}") for each in range(number)]
+        monkeypatch.setattr(now, "problems", lambda *_, found=found: found)
+        monkeypatch.setattr(now, "awaited", lambda *_: ())
+        page = browser.get("/now").text
+        assert [f"fault {each}" in page for each in range(number)].count(True) == listed
+        assert ("2 more problems" in page) is (number == 7)
+    assert page.count('title="held by a pause"') == page.count(">held by a pause:<") > 0
+    assert page.count('title="held until the commit of a job"') > 0
+    chips = page.partition('class="chips"')[2].partition("</ul>")[0]
+    names = [f"queue-{each}" for each in range(10, 2, -1)]
+    assert sorted(names, key=chips.index) == names
+    assert "and 2 more" in chips
 
 
 def test_the_queue_of_an_overdue_task_is_asked_for_once_however_many_look(
@@ -648,7 +710,8 @@ def test_an_action_does_what_it_says_for_each_task_and_is_logged(
             assert done.status_code == 303
             told = browser.get(f"/api{done.headers['Location']}").json()
             assert (told["done"], told["outcomes"][0]["id"]) == (1, fields["id"][0])
-    assert [each.getMessage() for each in caplog.records] == [
+    logged = [each for each in caplog.records if each.name.startswith("celery_rabbitdelay.web")]
+    assert [each.getMessage() for each in logged] == [
         f"rabbitdelay web: 'local' has cancelled: 1 ['{cancelled}']",
         f"rabbitdelay web: 'local' has postponed: 1 ['{later}']",
         f"rabbitdelay web: 'local' has run now: 1 ['{soon}']",
@@ -965,6 +1028,27 @@ def test_undeliverable_messages_are_counted_redriven_and_deleted_as_many_as_were
     assert browser.json("/undeliverable")["read"] == 1
 
 
+def test_messages_of_a_misspelt_queue_are_sent_again_to_another_queue(
+    shop: Any, browser: Browser, connection: Connection
+) -> None:
+    misspelt, queue = f"mails-{uuid4().hex}", named(shop, "default")
+    task = {"task": "look", "lang": "py", "id": uuid4().hex}
+    kind = {"content_type": "application/json", "content_encoding": "utf-8"}
+    lost = message(json.dumps([[], {}, {}]), straight(misspelt, **task), **kind)
+    put(connection, shop.rabbitdelay.topology, lost)
+    chosen = {"action": "redrive", "queue": misspelt}
+    page = browser.get("/undeliverable/all", params=chosen).text
+    assert "is not a destination that the application allows" in page
+    assert ("--" in read(page).text, "Send 0 again" in page) == (False, False)
+    form = Form.of(page, "/undeliverable/decide-all")
+    counted = browser.get("/undeliverable/all", params={**form, **chosen, "to": queue}).text
+    (field,) = [each for tag, each in read(counted).tags if each.get("id") == "to"]
+    assert (field["value"], "Send 1 again" in counted) == (queue, True)
+    form = Form.of(counted, "/undeliverable/decide-all") | {"action": "redrive", "to": queue}
+    assert ended(browser, browser.post("/undeliverable/decide-all", **form))["done"] == 1
+    wait_for(lambda: count(connection, queue) == 1, "the task in the other queue", PATIENCE)
+
+
 def test_undeliverable_messages_are_named_and_found_by_queue_day_and_reason_and_opened(
     shop: Any, browser: Browser, connection: Connection
 ) -> None:
@@ -981,6 +1065,12 @@ def test_undeliverable_messages_are_named_and_found_by_queue_day_and_reason_and_
     assert (opened.status_code, "4711" in opened.text) == (200, True)
     assert_harmless(opened.text)
     assert told["tasks"]["look"] == told["queues"][queue] == 2
+    name = next(each["name"] for each in told["messages"] if each["task_id"])
+    record = browser.json("/undeliverable/message", name=name)["message"]
+    page = browser.get("/undeliverable/message", params={"name": name}).text
+    for what in ("due", "since"):
+        assert f'<time datetime="{record[what]}">' in page
+        assert f">{record[what]}<" not in page
     assert sum(told["days"].values()) == 2, "one says no day"
     facets = [*((name, told[f"{name}s"]) for name in ("task", "queue", "day"))]
     facets.append(("reason", {each["reason"]: each["count"] for each in told["reasons"]}))
@@ -1033,6 +1123,34 @@ def test_a_purge_shows_its_progress_and_can_be_stopped(
     wait_for(lambda: count(connection, queue) == 6 - told["done"], "those that stay", PATIENCE)
 
 
+def test_a_count_of_undeliverable_messages_says_whether_there_may_be_more(
+    shop: Any, browser: Browser, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose(shop, connection, 2)
+    lose(shop, connection, 1, task="ship")
+
+    def counted(**fields: str) -> str:
+        text = read(browser.get("/undeliverable", params=fields).text).text
+        return text.partition(", read")[0].splitlines()[-1].strip()
+
+    assert [counted(), counted(task="ship")] == ["3 messages", "1 message of the 3"]
+    monkeypatch.setattr(undeliverable, "MOST_READ", 3)
+    of_oldest = ["3 messages of the 3 oldest", "1 message of the 3 oldest"]
+    assert [counted(), counted(task="ship")] == of_oldest
+
+
+def test_a_viewer_is_told_so_wherever_an_operator_may_act(
+    shop: Any, connection: Connection
+) -> None:
+    browser, job = Browser(application(shop)), f"import-{uuid4().hex}"
+    lose(shop, connection, 1)
+    shop.rabbitdelay.open_job(job, expires=HOUR)
+    for path in ("/undeliverable", "/undeliverable/all", "/pauses", f"/jobs/one?name={job}"):
+        page = browser.get(path).text
+        assert ("only operators may act" in page, 'method="post"' in page) == (True, False), path
+    shop.rabbitdelay.abort_job(job)
+
+
 def test_the_tasks_of_an_open_job_wait_for_its_commit_or_its_end(
     shop: Any, browser: Browser
 ) -> None:
@@ -1044,12 +1162,23 @@ def test_the_tasks_of_an_open_job_wait_for_its_commit_or_its_end(
         told = browser.json("/jobs/one", name=name)
         assert (told["name"], told["state"], told["tasks"]) == (name, "open", 1)
         (listed,) = browser.json("/jobs", state="open", name="import & <b>*")["jobs"]
+        opened = shown.local(datetime.fromisoformat(listed["opened"]), shop.timezone)
+        assert opened in read(browser.get("/jobs", params={"name": name}).text).text
         assert (listed["name"], listed["tasks"]) == (name, 1)
-        assert browser.post(f"/jobs/{path}", name=name).status_code == 303
+        times = "opened", "expires"
+        assert [told[each] for each in times] == [listed[each] for each in times]
+        page = browser.get("/jobs/one", params={"name": name}).text
+        assert ("<form" in page, f"action={path}" in page) == (False, True), "it asks first"
+        assert ("Opened" in page, "unless committed" in page) == (True, True)
+        asked = browser.get("/jobs/one", params={"name": name, "action": path}).text
+        assert "1 waiting task " in asked.partition("</button>")[0]
+        form = Form.of(asked, f"/jobs/{path}")
+        assert browser.post(f"/jobs/{path}", **form).status_code == 303
         assert browser.json("/jobs/one", name=name)["state"] == state
         assert browser.json("/jobs", state="open", name="import & <b>*")["count"] == 0
         for page in ("/jobs", "/jobs/one"):
             assert_harmless(browser.get(page, params={"name": name}).text)
+        assert "<form" not in browser.get("/jobs/one", params={"name": name, "action": path}).text
     assert browser.post("/jobs/commit", name=name).status_code == 409
     told = browser.json("/jobs", age="a day", name="import & <b>*")
     assert told["states"] == {"committed": 1, "aborted": 1}
@@ -1078,13 +1207,46 @@ def test_a_task_and_a_queue_are_paused_and_resumed_and_what_is_held_is_counted(
         ends = [each["until"] and datetime.fromisoformat(each["until"]) for each in told]
         assert ends[1] is None
         assert abs(ends[0] - noon) < timedelta(milliseconds=1)
-        assert_harmless(browser.get("/pauses").text)
+        page = browser.get("/pauses").text
+        assert_harmless(page)
+        assert (f"{noon:%Y-%m-%d %H:%M}" in read(page).text, "no end" in page) == (True, True)
         for what, name in (("task", "look"), ("queue", queue)):
             assert browser.post("/pauses/resume", what=what, name=name).status_code == 303
         assert browser.json("/pauses")["paused"] == []
     finally:
         shop.rabbitdelay.resume(task="look")
         shop.rabbitdelay.resume(queue=queue)
+
+
+def test_a_pause_says_if_no_waiting_task_has_the_name_and_the_names_of_each_kind_are_proposed(
+    shop: Any, browser: Browser
+) -> None:
+    queue, unknown = named(shop, "default"), f"lok-{uuid4().hex}"
+    send(shop)
+    wrong = [
+        ("task", unknown, ""),
+        ("task", queue, ", but a queue has it"),
+        ("queue", "look", ", but a task has it"),
+    ]
+    words = {"task": "no waiting task has this name", "queue": "no task waits for a queue of"}
+    page = browser.get("/pauses").text
+    for what, name in (("task", "look"), ("queue", queue)):
+        proposed = page.partition(f'id="{what}s"')[2].partition("</datalist>")[0]
+        assert [f'value="{each}"' in proposed for each in ("look", queue)] == [
+            each == name for each in ("look", queue)
+        ]
+    try:
+        for what, name, _ in (("task", "look", ""), *wrong):
+            assert browser.post("/pauses/pause", what=what, name=name).status_code == 303
+        _, *rows = browser.get("/pauses").text.partition("</table>")[0].split("<tr>")[1:]
+        assert not any(each in rows[0] for each in words.values())
+        for row, (what, name, other) in zip(rows[1:], wrong, strict=True):
+            assert (name in row, words[what] in row) == (True, True)
+            assert other in row
+            assert bool(other) is ("has it" in row)
+    finally:
+        for what, name, _ in (("task", "look", ""), *wrong):
+            shop.rabbitdelay.resume(**{what: name})
 
 
 def test_a_schedule_is_paused_resumed_triggered_and_ended(shop: Any, browser: Browser) -> None:
@@ -1191,3 +1353,14 @@ def test_workers_say_where_they_take_from_and_a_queue_without_one_is_named(
         assert told["uptime"] >= 0
         assert "celery_rabbitdelay" in told["versions"]
         assert_harmless(browser.get("/workers").text)
+        key, began = uuid4().hex, time.monotonic()
+        shop.tasks["hold"].apply_async(kwargs={"key": key})
+
+        def running() -> list[dict[str, Any]]:
+            return [each for one in browser.json("/workers")["workers"] for each in one["running"]]
+
+        wait_for(running, "the running task", PATIENCE)
+        (task_at_work,) = running()
+        shop.backend.client.set(f"{key}:ends", "1")
+        assert task_at_work["name"] == "hold"
+        assert 0 <= task_at_work["seconds"] <= time.monotonic() - began + 1

@@ -328,6 +328,7 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
         look(tab.run(f"return document.querySelector(\"{first}\").getAttribute('href')"))
         look(f"/jobs?name={asked}")
         look(f"/jobs/one?name={asked}")
+        look(f"/jobs/one?name={asked}&action=abort")
         look(f"/schedules/one?name={name}")
         tab.press("Pause")
         tab.see("paused")

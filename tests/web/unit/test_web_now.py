@@ -225,6 +225,7 @@ def test_tasks_that_are_due_are_named_with_what_holds_them() -> None:
         "Paused, 0 tasks held: queue bulk (since 3 min ago, resumes in 57 min)",
         "4 tasks held until commit of job import 1",
     ]
+    assert [each.severity for each in found] == ["danger", "danger", "warning", "note", "note"]
     assert [each.page for each in found] == ["waiting", "waiting", "pauses", "pauses", "jobs/one"]
     assert [each.fields for each in found] == [
         "q=state%3Aoverdue+task%3Amail.send",
@@ -241,6 +242,22 @@ def test_tasks_that_are_due_are_named_with_what_holds_them() -> None:
     )
     assert [unserved.about, overdue.about] == ["mail", "export"]
     assert (of_jobs.page, of_jobs.about) == ("jobs", "a and 1 more job")
+
+
+def test_overdue_tasks_that_return_from_the_queue_of_paused_tasks_are_said_to_return() -> None:
+    due = Due(Counter({EXPORT: 2, MAIL: 1}), {}, {}, {})
+
+    def returning(held: int, due: Due) -> bool:
+        backlog = Backlog({}, {}, {"paused": Counts(held, 0)}, ())
+        found = problems(look(backlog=backlog), ONE_WORKER, None, due, None, {}, Counter())
+        return "held tasks are returning" in found[0].about
+
+    assert returning(2, due)
+    assert not returning(0, due)
+    paused = {Paused("ship", None, START): Counter[Kind]()}
+    assert not returning(2, due._replace(paused=paused)), "the pause may hold them"
+    (overdue,) = problems(look(), ONE_WORKER, None, due, None, {}, Counter())
+    assert overdue.about.endswith(" and 1 more task name")
 
 
 def test_findings_are_told_unless_they_are_notes_or_known_at_once() -> None:

@@ -4,7 +4,10 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
-from threading import Event
+from datetime import UTC, datetime
+from itertools import count
+from threading import Event, Timer
+from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import example, given
@@ -13,11 +16,14 @@ from jinja2 import Environment, PackageLoader
 from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
+from celery_rabbitdelay import Celery
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.pages import PAGES
-from celery_rabbitdelay.web.site import MOST_AT_ONCE, Verb, Work, Works, in_batches
+from celery_rabbitdelay.web.site import MOST_AT_ONCE, STALE, Site, Verb, Work, Works, in_batches
 from celery_rabbitdelay.web.view_request import MOST_FIELDS, Fields, fields_of
+from tests.kernel.unit.clock import Clock
 from tests.kernel.unit.waiting import wait_until
 
 ADA = User("ada", "operator")
@@ -32,6 +38,12 @@ def test_a_shown_text_has_nothing_that_is_hidden_or_turns_text(text: str) -> Non
     assert found.isprintable()
     found.encode()
     assert len(found) <= 50 * 10 + 40
+
+
+@given(st.datetimes(datetime(1970, 1, 1), timezones=st.just(UTC)))
+@example(datetime.max.replace(tzinfo=UTC))
+def test_any_instant_is_shown(instant: datetime) -> None:
+    assert len(shown.local(instant, ZoneInfo("Asia/Tokyo"))) == len("2030-01-31 09:00:00")
 
 
 @given(st.text(st.characters()))
@@ -58,6 +70,32 @@ def test_each_template_can_be_read(page: str) -> None:
     loader = PackageLoader("celery_rabbitdelay.web")
     environment = Environment(loader=loader, autoescape=True)
     environment.parse(loader.get_source(environment, f"{page}.html")[0])
+
+
+def test_a_stale_or_outdated_reading_is_waited_for_and_another_one_is_shown_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("celery_rabbitdelay.web.site.LONG_PATIENCE", 60.0)
+    monkeypatch.setattr(wall_clock, "ns", (clock := Clock(1_900_000_000)).time_ns)
+    app = Celery("shop", broker="amqp://guest:guest@127.0.0.1:1//", set_as_current=False)
+    site, values, may_end = Site(app, {}), count(1), Event()
+
+    def look() -> int:
+        if (value := next(values)) > 1:
+            may_end.wait(60)
+        return value
+
+    def latest() -> int | None:
+        return site.latest("due in a day", look, 0.0, 0.01).value
+
+    for number in (1, 2):
+        may_end.clear()
+        assert [latest(), latest()] == [number, number]
+        clock.now += STALE.total_seconds() + 1 if number == 1 else 1
+        if number == 2:
+            site.outdate("due in ")
+        Timer(0.1, may_end.set).start()
+        assert latest() == number + 1
 
 
 def until_ended(work: Work) -> Work:
@@ -99,7 +137,9 @@ def test_only_so_much_work_goes_on_at_a_time_and_it_stops_between_batches(
     failed = until_ended(begin(failing(), "all"))
     assert failed.shown()["what"] == "cancelled"
     assert (failed.done, failed.state, failed.error) == (2, "failed", "redis://:**@host is away")
-    assert caplog.messages == ["rabbitdelay web: 'ada' has cancelled all (failed, of 5): 2"]
+    logged = [each for each in caplog.records if each.name.startswith("celery_rabbitdelay.web")]
+    cancelled = "rabbitdelay web: 'ada' has cancelled all (failed, of 5): 2"
+    assert [each.getMessage() for each in logged] == [cancelled]
     for _ in range(10):
         until_ended(begin(iter([1])))
     assert len(works.all()) <= 6
