@@ -167,7 +167,7 @@ class DelayLevels(RabbitMQStep):
         declaration.bind_own_queues(consumer.connection)
 
     def stop(self, consumer: Consumer) -> None:
-        """Record a lost connection; Celery calls this also when the worker ends."""
+        """Record a lost connection; Celery also calls this when the worker ends."""
         consumer.controller.rabbitdelay_declaration.connection_lost()
 
 
@@ -217,10 +217,10 @@ def _refuse(consumer: Consumer, message: Message, error: Exception) -> None:
         early_tasks.refuse_unrunnable(message, error)
 
 
-#: The prefetch counts of the modules. Distribution's is lower: a message may be an envelope.
+#: The prefetch counts of the modules; lower for distribution, whose messages may be envelopes.
 PREFETCH: Final = {CHECK_IN: 1000, DISTRIBUTE: 300}
 
-#: The heartbeat of the services' connections, in seconds. Both sides consider a connection as lost
+#: The heartbeat of the services' connections, in seconds. Both sides consider a connection lost
 #: after two silent intervals, and the messages on it wait until then. RabbitMQ's documentation
 #: recommends 5 to 20 (https://www.rabbitmq.com/docs/heartbeats#heartbeats-timeout).
 HEARTBEAT: Final = 20
