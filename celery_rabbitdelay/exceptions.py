@@ -1,8 +1,9 @@
 """Every error that celery_rabbitdelay raises.
 
-All are subclasses of :class:`RabbitDelayError`. Most are also subclasses of the built-in or kombu
-error that callers already catch: an invalid delay is a :class:`ValueError` or :class:`TypeError`,
-and a failed send is a :class:`kombu.exceptions.OperationalError`, as ``apply_async`` documents.
+All errors are subclasses of :class:`RabbitDelayError`. Most are also subclasses of the built-in or
+kombu error that callers already catch: an invalid delay is a :class:`ValueError` or a
+:class:`TypeError`, and a failed send is a :class:`kombu.exceptions.OperationalError`, as
+``apply_async`` documents.
 """
 
 from __future__ import annotations

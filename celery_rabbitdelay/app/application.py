@@ -427,7 +427,7 @@ def install(app: celery.Celery) -> Celery:
     """Make delayed tasks of an existing application wait in RabbitMQ; return the application.
 
     The application keeps its own classes of tasks, results, queues and remote control. This
-    function mixes a class of this package into each of them.
+    function mixes a class of this package into each of these classes.
 
     Args:
         app: Any Celery application, Django's or a third party's. The application stays the same

@@ -56,7 +56,7 @@ from celery_rabbitdelay.publishing.signature import signed
 #: The registry's headers that differ between calls; its other headers are the same for all calls.
 OWN_HEADERS: Final = (header_names.COPY, header_names.LIFE, header_names.KEY, header_names.ORDER)
 
-#: The options that are the same for all copies. Each is a text, a number or None.
+#: The options that are the same for all copies. Each value is a string, a number or None.
 SHARED: Final = ("queue", "exchange", "routing_key", "priority", "serializer")
 
 #: The types of the values of :data:`SHARED`. None differs from a missing option: None overrides the

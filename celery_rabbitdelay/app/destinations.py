@@ -87,7 +87,7 @@ def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
     """Return the queues in the configuration, by their names."""
     queues = app.amqp.Queues(app.conf.task_queues)
     for name in {app.conf.task_default_queue, *_named(app)}:
-        # This makes the queue, as Celery does, unless task_create_missing_queues is off.
+        # The lookup makes the queue, as Celery does, unless task_create_missing_queues is off.
         with suppress(KeyError):
             queues[name]
     made: Mapping[str, Queue] = queues

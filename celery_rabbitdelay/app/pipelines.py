@@ -282,7 +282,7 @@ def borrowed_publisher(
             ``rabbitdelay_confirm_timeout``.
 
     Raises:
-        NoPublisherFree: All publishers of the pool were in use for that long.
+        NoPublisherFree: All publishers of the pool were in use until the timeout.
     """
     pipeline = current_pipeline(delays, connection)
     if delays.fake_broker is not None:

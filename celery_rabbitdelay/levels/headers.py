@@ -112,7 +112,7 @@ COMMITTED: Final = "rabbitdelay-committed"
 #: an occurrence: the message's :class:`Mark`, str; or True if the mark has no name.
 ONCE: Final = "rabbitdelay-once"
 
-#: Set if the task was sent with ``track``: True. Its retries are tracked too.
+#: Set if the task was sent with ``track``: True. The task's retries are tracked too.
 TRACKED: Final = "rabbitdelay-tracked"
 
 #: Set by a worker that puts a message back, if the message may have been allowed to run at an

@@ -27,7 +27,7 @@ Zeros: TypeAlias = Literal["bind", "skip", "queue"]
 UNITS: Final = {"days": 86_400_000, "hours": 3_600_000, "minutes": 60_000, "seconds": 1000, "ms": 1}
 
 #: The largest ``x-message-ttl`` that RabbitMQ accepts (measured on 3.10 to 4.3): ten years, in
-#: milliseconds. So there are at most 39 levels, whose digits take 78 of a routing key's 255 bytes.
+#: milliseconds. A layout has at most 39 levels, whose digits take 78 of a routing key's 255 bytes.
 MAX_TTL: Final = 315_360_000_000
 
 _UNIT_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,50}")

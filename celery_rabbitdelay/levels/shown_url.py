@@ -61,7 +61,7 @@ def without_password(url: str) -> str:
         return f"{scheme}://{user}:{HIDDEN}@{server}" if colon else url
     host, colon, port = re.split("[/?#]", rest, maxsplit=1)[0].rpartition(":")
     if colon and port and not port.isdigit() and not port.endswith("]"):
-        # This is not a port, but the password of a URL without a host.
+        # The text after the colon is not a port, but the password of a URL without a host.
         return f"{scheme}://{host}:{HIDDEN}"
     return url
 

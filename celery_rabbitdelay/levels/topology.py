@@ -110,17 +110,17 @@ class ModuleQueues(NamedTuple):
 
     @property
     def queues(self) -> tuple[Queue, ...]:
-        """All queues."""
+        """All module queues."""
         return self.undeliverable, self.checkin, self.meditation, self.distribution, self.paused
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """All exchanges; the first, for ``undeliverable``, is the alternate exchange of others."""
+        """The module exchanges; the first, for ``undeliverable``, is an alternate exchange."""
         return tuple(exchange for exchange, _ in self._fanouts)
 
     @property
     def bindings(self) -> tuple[Binding, ...]:
-        """All bindings, except the binding of distribution to the delivery exchange."""
+        """The module bindings, except the binding of distribution to the delivery exchange."""
         return tuple(Binding(exchange.name, "", queue.name) for exchange, queue in self._fanouts)
 
     @property
@@ -317,7 +317,7 @@ class Topology:
 
     @cached_property
     def bindings(self) -> tuple[Binding, ...]:
-        """All bindings, except those of destination queues, which producers and workers make."""
+        """All bindings, except the bindings that producers and workers make for destinations."""
         distributed = self.keys.destination_pattern(DISTRIBUTION)
         return (
             *self.module_queues.bindings,

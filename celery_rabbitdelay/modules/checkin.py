@@ -237,7 +237,7 @@ class CheckIn:
     def admit(self, message: amqp.Message) -> None:
         """Remove from a received message the headers that no client may set.
 
-        Otherwise check-in, or a reader of ``undeliverable``, might trust these headers.
+        Without the removal, check-in, or a reader of ``undeliverable``, might trust the headers.
         """
         headers = headers_of(message)
         if headers and not self._has_meditated(message):

@@ -152,7 +152,7 @@ class DelayLevels(RabbitMQStep):
     def start(self, consumer: Consumer) -> None:
         """Declare missing levels and queues; Celery calls this on every new connection.
 
-        All errors end the worker.
+        Every error ends the worker.
 
         Raises:
             InvalidSetting: A ``rabbitdelay_*`` setting is invalid.
@@ -190,7 +190,7 @@ class RestoreTasks(RabbitMQStep):
         if not isinstance(consumer.strategies, RestoringStrategies):
             takeover = consumer.app.rabbitdelay.settings.takeover
             consumer.strategies = RestoringStrategies(consumer, takeover, Origins(consumer))
-        # This is needed even without takeover: a task may leave the levels before it is due.
+        # The thread is needed even without takeover: a task may leave the levels before it is due.
         strategies = consumer.strategies
         strategies.early_tasks = EarlyTasks(consumer)
         strategies.early_tasks.start()

@@ -192,8 +192,8 @@ class RestoringStrategies(dict[str, Strategy]):
         origins = self._origins
         waited = restore(message, origins)
         if waited is None:
-            # Otherwise, a retry, or the message that is put back, would pass these headers on with
-            # a signature.
+            # Drop this package's headers: a retry, or a message that is put back, would otherwise
+            # pass them on with a signature.
             header_names.drop_own(message.headers)
         elif origins is not None and origins.is_forged(message, waited):
             if self.early_tasks is not None:
