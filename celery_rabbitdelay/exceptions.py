@@ -1,8 +1,9 @@
 """Every error that celery_rabbitdelay raises.
 
-All are subclasses of :class:`RabbitDelayError`. Most are also subclasses of the built-in or kombu
-error that callers already catch: an invalid delay is a :class:`ValueError` or :class:`TypeError`,
-and a failed send is a :class:`kombu.exceptions.OperationalError`, as ``apply_async`` documents.
+All errors are subclasses of :class:`RabbitDelayError`. Most are also subclasses of the built-in or
+kombu error that callers already catch: an invalid delay is a :class:`ValueError` or a
+:class:`TypeError`, and a failed send is a :class:`kombu.exceptions.OperationalError`, as
+``apply_async`` documents.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class RabbitDelayError(Exception):
     #: The error's text, a format string with the attributes of ``self``.
     text: ClassVar[str] = ""
 
-    #: The page of the documentation that names the error and says what to do: an argument of the
-    #: class. The error has it as a note, which a traceback shows below the text.
+    #: The page of the documentation about the error, an argument of the class statement. A note
+    #: names the page below the error's text in a traceback.
     page: ClassVar[str] = "how-to/troubleshooting"
 
     def __init_subclass__(cls, page: str = "") -> None:
@@ -120,8 +121,8 @@ class InvalidDelay(RabbitDelayError, ValueError, page="reference/api"):
     """The delay, eta or tolerance is invalid, for example infinite, or a naive datetime.
 
     Attributes:
-        value: The delay, as the caller gave it.
-        reason: What is wrong with it.
+        value: The value, as the caller gave it.
+        reason: What is wrong with the value.
         what: The argument's name: "delay", "eta" or "tolerance".
     """
 
@@ -162,7 +163,7 @@ class InvalidLayout(RabbitDelayError, ValueError, page="how-to/layout"):
     and routing keys must stay within RabbitMQ's bounds.
 
     Attributes:
-        reason: What is wrong with it.
+        reason: What is wrong with the layout.
     """
 
     reason: str
@@ -201,7 +202,7 @@ class InvalidSchedule(RabbitDelayError, ValueError, page="how-to/schedules"):
 
     Attributes:
         value: The invalid rule, name or arguments.
-        reason: What is wrong with it.
+        reason: What is wrong with the value.
     """
 
     value: object
@@ -216,7 +217,7 @@ class UnknownOption(RabbitDelayError, TypeError, page="reference/api"):
     Attributes:
         name: The option's name.
         value: The option's value.
-        reason: What is wrong with it.
+        reason: What is wrong with the option.
     """
 
     name: str
@@ -348,7 +349,7 @@ class NeedsDistribution(
 
 
 class MessageTooLarge(RabbitDelayError, OperationalError, ValueError, page="reference/bounds"):
-    """The message is larger than modules accept, or than workers decompress.
+    """The message is larger than a module accepts, or a worker decompresses.
 
     Nothing was sent, and sending the message again does not help. This is an
     :class:`~kombu.exceptions.OperationalError`, because callers and Celery itself expect that error
@@ -401,11 +402,11 @@ class MessageNacked(PublishError):
 
 
 class MessageRefused(PublishError):
-    """The broker closed the channel because of the message, and would do so again.
+    """The broker closed the channel because of the message, and would close it again.
 
     The message is larger than ``max_message_size`` or has an invalid property, or the user may not
-    write to the exchange; ``reason`` is the broker's. Sending the same message again does not help.
-    The broker does not have it, unless an earlier attempt ended with a lost connection.
+    write to the exchange; ``reason`` has the broker's reply. Sending the same message again does
+    not help. The broker does not have the message, unless an earlier attempt lost its connection.
     """
 
 
@@ -417,7 +418,7 @@ class MessageReturned(PublishError):
 
 
 class DeclarationRefused(PublishError):
-    """The broker refused to declare what the message needs; ``reason`` is the broker's.
+    """The broker refused to declare a queue, an exchange or a binding that the message needs.
 
     Usually the destination's queue exists with arguments that differ from the application's, the
     user lacks a permission, or an exclusive queue is not declared. If the reason is temporary, such
@@ -485,7 +486,7 @@ class MessageNotPermitted(PublishNotPermitted, MessageRefused):
 
 
 class DeclarationNotPermitted(PublishNotPermitted, DeclarationRefused):
-    """The user may not declare or bind what the message needs.
+    """The user may not declare or bind a queue or an exchange that the message needs.
 
     ``permission`` names the missing permission and the queue or exchange.
     """
@@ -533,7 +534,7 @@ class InvalidEnvelope(RabbitDelayError, ValueError, page="reference/bounds"):
     """An envelope cannot be read or written, or exceeds a size limit.
 
     Attributes:
-        reason: What is wrong with it.
+        reason: What is wrong with the envelope.
     """
 
     reason: str
@@ -552,7 +553,7 @@ class UnprocessableMessage(RabbitDelayError, page="how-to/undeliverable"):
 class LaterVersion(UnprocessableMessage, page="how-to/upgrade"):
     """Only a later version of this package can read a message.
 
-    A module puts the message back into the levels, for a worker of that version.
+    A module puts the message back into the levels, until a worker of that version receives it.
     """
 
 
@@ -561,7 +562,7 @@ class InvalidDestination(RabbitDelayError, ValueError, page="how-to/undeliverabl
 
     Attributes:
         queue: The queue's name.
-        reason: What is wrong with it, and what to do.
+        reason: What is wrong with the queue, and what to do.
     """
 
     queue: str
@@ -596,7 +597,7 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError, page="how-to/send_man
         self.may_have_arrived: bool = bool(self.uncertain)
 
     def __str__(self) -> str:
-        # Usually the first three have the same text.
+        # Usually the first three errors have the same text.
         first = {str(error): row for row, error in reversed(list(self.errors.items())[:3])}
         shown = ", ".join(f"row {row}: {text}" for text, row in reversed(first.items()))
         more = f"; rows from {self.rest} on were not sent" if self.rest is not None else ""
@@ -631,7 +632,7 @@ class InvalidRow(RabbitDelayError, TypeError, page="how-to/send_many"):
 
     Attributes:
         row: The row.
-        reason: What is wrong with it.
+        reason: What is wrong with the row.
     """
 
     row: object
@@ -698,7 +699,7 @@ class AdditionMissing(RabbitDelayError, AttributeError):
 
     Attributes:
         what: The object that cannot be imported, as ``module:name``.
-        addition: The addition: the name of its folder in this package.
+        addition: The name of the addition's folder in this package.
     """
 
     what: str
@@ -784,7 +785,7 @@ class JobClosed(RabbitDelayError, ValueError, page="how-to/jobs"):
             "unknown": "open it first, with app.rabbitdelay.open_job or app.rabbitdelay.job",
             "open": "commit or abort it, or choose another name",
         }
-        return f"job {self.job!r} is {self.state}: {way_out.get(self.state, 'open another one')}"
+        return f"job {self.job!r} is {self.state}: {way_out.get(self.state, 'open another job')}"
 
 
 class InvalidManagementURL(RabbitDelayError, ValueError, page="how-to/verify"):
@@ -805,7 +806,7 @@ class ManagementUnavailable(RabbitDelayError, OperationalError, page="how-to/ver
     Attributes:
         url: The API's URL, without user and password.
         reason: What went wrong.
-        status: The HTTP status; None without an answer.
+        status: The HTTP status; None if there was no answer.
     """
 
     url: str

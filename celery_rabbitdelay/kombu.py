@@ -62,7 +62,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names of the operators' addition on first use (PEP 562)."""
+    """Import a name from the addition for operators on first use (PEP 562)."""
     if name not in ("Undeliverable", "examine"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("celery_rabbitdelay.operations.reasons"), name)

@@ -20,7 +20,7 @@ class Entry(NamedTuple):
     """The parts of an addition. Classes are written ``"module:Class"``.
 
     Attributes:
-        name: The name of the addition: that of its folder.
+        name: The name of the addition, which is the name of its folder.
         hooks: A subclass of :class:`.Addition`, whose methods the kernel calls.
         switch: The setting that turns the hooks on; empty if they are always on.
         group: A :class:`.SettingsGroup`, for the addition's settings.
@@ -192,7 +192,7 @@ def load(where: str) -> Any:
     """Import an object that an entry names.
 
     Args:
-        where: As ``"module:name"``.
+        where: The object, written ``"module:name"``.
 
     Raises:
         AdditionMissing: The folder of the addition does not exist.

@@ -110,7 +110,7 @@ class TaskAttributes:
 
 
 class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
-    """The base class of the application's tasks, mixed into the one that the user chose.
+    """The base class of the application's tasks, mixed into the base class that the user chose.
 
     Use this class where a type is needed: as the ``base`` of a task, or as the type of ``self``.
     ``retry()`` accepts ``delay``, and raises if the retry cannot be published.
@@ -123,7 +123,7 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
             """The application."""
 
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT_co:
-            """Run the task here."""
+            """Run the task in this process."""
 
         def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[ResultT_co]:
             """Send the task at once, with these arguments and without options."""
@@ -132,7 +132,7 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
             """Create a signature with these arguments; Celery may put a result before them."""
 
         def si(self, *args: P.args, **kwargs: P.kwargs) -> DelayingSignature[ResultT_co]:
-            """Create a signature with exactly these arguments: an immutable one."""
+            """Create an immutable signature, with exactly these arguments."""
 
         def delay_on_commit(self, *args: P.args, **kwargs: P.kwargs) -> None:
             """Call ``delay`` after the transaction; only with Django."""
@@ -172,15 +172,15 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
         ``countdown``.
 
         Args:
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            args: The task's positional arguments.
+            kwargs: The task's keyword arguments.
             *more: Celery's other positional arguments.
             **options: Options of Celery and of this package; for ``delay``, see
                 :meth:`celery_rabbitdelay.Celery.send_task`.
 
         Raises:
-            TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
-            ValueError: A delay that is not finite.
+            TypeError: ``delay`` is combined with ``countdown`` or ``eta``, or has a wrong type.
+            ValueError: The delay is not finite.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track`` is given without a registry.
         """
         passed: OwnOptions = {**options}
@@ -224,7 +224,7 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
         Celery's ``retry_backoff`` takes precedence.
 
         Raises:
-            TypeError: ``delay`` together with ``countdown`` or ``eta``.
+            TypeError: ``delay`` is combined with ``countdown`` or ``eta``.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track`` is given without a registry.
         """
         given: OwnOptions = {**options}
@@ -309,7 +309,7 @@ def _mixed(name: str, mix: Callable[[Any], object]) -> cached_property[object]:
 
     Args:
         name: The attribute's name.
-        mix: Mixes the package's class into a value, unless it is there already.
+        mix: Mixes the package's class into a value, unless the class is there already.
     """
     made = cached_property(lambda app: mix(getattr(super(Celery, app), name)))
     return made.setter(lambda _, value: mix(value))  # type: ignore[attr-defined,no-any-return]
@@ -370,8 +370,8 @@ class Celery(DelayingCelery):
 
         Args:
             name: The task's name.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            args: The task's positional arguments.
+            kwargs: The task's keyword arguments.
             *more: Celery's other positional arguments.
             **options: Options of Celery and of this package: ``delay``, the seconds or a timedelta
                 until the task may start, where zero or less sends it at once; ``countdown`` or
@@ -379,15 +379,16 @@ class Celery(DelayingCelery):
                 a timedelta by which the task may start late if that saves stops.
 
         Raises:
-            TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
-            ValueError: A delay that is not finite, or an ``eta`` that is not ISO 8601.
+            TypeError: ``delay`` is combined with ``countdown`` or ``eta``, or a time has a wrong
+                type.
+            ValueError: A delay is not finite, or an ``eta`` is not ISO 8601.
             InvalidSetting: A ``rabbitdelay_*`` setting is wrong, or ``task_protocol`` is 1.
             DelayTooLong: The delay is above the layout's capacity, and ``rabbitdelay_modules``
                 lacks check-in.
             NeedsDistribution: ``rabbitdelay_modules`` lacks distribution. A task needs distribution
                 unless exactly one known queue gets it, and also if its priority is above 4 and the
                 levels are quorum queues.
-            PublishError: The broker did not confirm.
+            PublishError: The broker did not confirm the message.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track`` is given without a registry.
             JobClosed: The job is not open.
             RegistryUnavailable: Redis does not answer, and ``key``, ``job`` or ``track`` is given.
@@ -417,7 +418,7 @@ class Celery(DelayingCelery):
         return group_pipeline(self.rabbitdelay, acquiring, producer is not None)
 
     def signature(self, *args: Any, **options: Any) -> DelayingSignature[Any]:
-        """Create a signature bound to this application, as :meth:`celery.Celery.signature`."""
+        """Create a signature bound to this application, like :meth:`celery.Celery.signature`."""
         signature: Any = super().signature(*args, **options)
         return DelayingSignature.of(signature) if type(signature) is Signature else signature
 
@@ -426,7 +427,7 @@ def install(app: celery.Celery) -> Celery:
     """Make delayed tasks of an existing application wait in RabbitMQ; return the application.
 
     The application keeps its own classes of tasks, results, queues and remote control. This
-    function mixes a class of this package into each of them.
+    function mixes a class of this package into each of these classes.
 
     Args:
         app: Any Celery application, Django's or a third party's. The application stays the same

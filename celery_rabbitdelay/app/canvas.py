@@ -97,7 +97,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
         route_name: str | None = None,
         **options: Unpack[DelayOptions],
     ) -> AsyncResult[ResultT_co]:
-        """Send the task, as in Celery; a time that is given here replaces the signature's own.
+        """Send the task, as in Celery; a time in the options replaces the signature's own time.
 
         Raises:
             UnknownOption: A ``key`` was given to a whole group, chain or chord.
@@ -158,7 +158,7 @@ def _drop_other_times(own: OwnOptions, given: Options) -> None:
 
 
 def restore_body_delay(options: Options, delay: Any) -> OwnOptions:
-    """Return options in which the body of a chord has its own delay, not that of the whole chord.
+    """Return options in which the body of a chord has its own delay, not the whole chord's.
 
     Celery has copied the options of the whole chord to the body, and copies them to each task of
     the header, so the two delays are equal. The body gets its own delay back. If the body is not a
@@ -182,7 +182,7 @@ def restore_body_delay(options: Options, delay: Any) -> OwnOptions:
 
 
 def _restore_within(signature: Any, delay: Any) -> OwnOptions:
-    """Restore the bodies of all chords that have a task of the signature in their header."""
+    """Restore the body's delay in all chords that have a task of the signature in their header."""
     changed = _with_parts(signature, lambda part: _restore_within(part, delay))
     return {**changed, "options": restore_body_delay(signature["options"], delay)}
 
@@ -254,7 +254,7 @@ def _add_delay(signature: Options, word: str, seconds: float) -> OwnOptions:
     if signature.get("subtask_type") == "chord":
         # Every task of the header gets the delay: before 5.7, Celery does not pass it on.
         kwargs = signature["kwargs"]
-        # If the header is a group, it loses the group's own options.
+        # If the header is a group, the group's own options are lost.
         header = kwargs["header"]
         tasks = header["kwargs"]["tasks"] if isinstance(header, Mapping) else header
         delayed = _each(tasks, lambda task: _add_delay(task, word, seconds))

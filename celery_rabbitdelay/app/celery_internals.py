@@ -74,11 +74,11 @@ def has_quorum_queue(app: celery.Celery) -> bool:
     return found
 
 
-# Mixing classes of this package into those of an application.
+# Mixing classes of this package into the classes of an application.
 
 
 def combined_class(ours: type[object], base: type[object]) -> type[Any]:
-    """Return a subclass of both; this package's methods come first, and call the base's."""
+    """Return a subclass of both classes; this package's methods come first, and call the base's."""
     if issubclass(base, ours):
         return base
     if issubclass(ours, base):
@@ -170,8 +170,8 @@ def check_arguments(task: Any, args: Iterable[object], kwargs: Mapping[str, obje
 
     Args:
         task: The task. If only its name is given, nothing is checked.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: The task's positional arguments.
+        kwargs: The task's keyword arguments.
 
     Raises:
         TypeError: The task does not accept these arguments.
@@ -277,7 +277,7 @@ def headers_of_former(app: celery.Celery, options: Options) -> Mapping[str, obje
 def arguments_by_name(
     method: Callable[..., Any], first: int, values: tuple[object, ...]
 ) -> dict[str, Any]:
-    """Return positional arguments of one of Celery's methods by their names.
+    """Map the positional arguments of one of Celery's methods to their names.
 
     Args:
         method: The method.

@@ -21,8 +21,8 @@ class DelayingControl(Control):
         """Broadcast a command to the workers, as in Celery; in tests, to the fake broker.
 
         Args:
-            command: Its name.
-            arguments: Its arguments.
+            command: The command's name.
+            arguments: The command's arguments.
             *more: Celery's other arguments.
             **options: Celery's other arguments.
         """
@@ -62,7 +62,7 @@ class DelayingControl(Control):
 
 
 def _additions(part: Any) -> Sequence[Addition]:
-    """Return the additions of a part's application; none without RabbitMQ."""
+    """Return the additions of a part's application; none if the broker is not RabbitMQ."""
     delays: Delays = part.app.rabbitdelay
     return delays.part(additions_of) if delays.available else ()
 
@@ -75,8 +75,8 @@ class WaitingResult(AsyncResult):  # type: ignore[type-arg]
     """The result of a task, in the state ``DELAYED`` while a tracked task waits.
 
     Celery's state ``PENDING`` also stands for unknown tasks. With a registry, one round trip to
-    Redis then says whether the task is tracked and waits. Otherwise, or if Redis does not answer,
-    the state is ``PENDING``.
+    Redis then says whether the task is tracked and waits. Without a registry, or if Redis does not
+    answer, the state is ``PENDING``.
     """
 
     @property

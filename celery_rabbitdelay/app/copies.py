@@ -2,7 +2,7 @@
 
 This file is an optimization; a reader can skip it. The messages of a task's calls with the same
 options differ in id, arguments and due time only. Celery makes the first message, which is the
-template of the next ones. Each send tries :meth:`Copies.send` first, which returns None if only
+template of the next messages. Each send tries :meth:`Copies.send` first, which returns None if only
 Celery can make the message.
 
 A message may be copied while Celery would make the same message: no setting, queue, route,
@@ -56,7 +56,7 @@ from celery_rabbitdelay.publishing.signature import signed
 #: The registry's headers that differ between calls; its other headers are the same for all calls.
 OWN_HEADERS: Final = (header_names.COPY, header_names.LIFE, header_names.KEY, header_names.ORDER)
 
-#: The options that are the same for all copies. Each is a text, a number or None.
+#: The options that are the same for all copies. Each value is a string, a number or None.
 SHARED: Final = ("queue", "exchange", "routing_key", "priority", "serializer")
 
 #: The types of the values of :data:`SHARED`. None differs from a missing option: None overrides the
@@ -80,8 +80,8 @@ DESTINATION_HEADERS: Final = (header_names.EXCHANGE, header_names.ROUTING_KEY, h
 #: Headers set on the envelope, not on its items.
 RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, header_names.PRIORITY)
 
-#: Headers that only the envelope has if Celery builds each message. All other headers are in the
-#: items, because receivers of signals may have changed them.
+#: If Celery builds each message, the headers that only the envelope has. All other headers are in
+#: the items, because receivers of signals may have changed them.
 ENVELOPE_HEADERS: Final = frozenset(
     (*DESTINATION_HEADERS, header_names.DUE, header_names.SIGNATURE)
 )
@@ -130,7 +130,7 @@ def function_to_send(app: celery.Celery, task: TaskOrName) -> Callable[..., Resu
 
 
 class Template:
-    """Writes the messages of later calls like the first message, in Celery's protocol 2.
+    """Writes the messages of later calls in the form of the first message (Celery's protocol 2).
 
     Args:
         first: The producer that has the message of the first call.
@@ -160,7 +160,7 @@ class Template:
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
         sizes, self._repr_depth = celery_internals.repr_limits(first.amqp.app)
         named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
-        # All messages share a text that the caller has given.
+        # If the caller has given one of these texts, all messages share it.
         self._reprs = {name: size for name, size in named if not options.get(name)}
         own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS}
         own.update(self._reprs, call.headers, {"root_id"} if self._has_root else ())
@@ -308,7 +308,7 @@ class Template:
 
 
 class TemplateByCelery(Template):
-    """Lets Celery build each message; all go to the destination of the first one.
+    """Lets Celery build each message; all messages go to the destination of the first message.
 
     Used if receivers are connected to Celery's signals of publishing. The items of an envelope
     share nothing but the destination: each item has all headers and properties.
@@ -364,7 +364,7 @@ class TemplateByCelery(Template):
 
 
 class _NotACopy(Exception):
-    """Only Celery can make the message."""
+    """Raised for a call whose message only Celery can make."""
 
 
 class Copies:
@@ -385,8 +385,8 @@ class Copies:
 
         Args:
             task: The task, or its name.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            args: The task's positional arguments.
+            kwargs: The task's keyword arguments.
             options: The options of ``apply_async``.
 
         Raises:
@@ -444,7 +444,7 @@ class Copies:
         try:
             tolerance_ms = tolerance_milliseconds(options.get("tolerance", 0))
             due = delays.due(delay, countdown, eta, tolerance_ms)
-        except InvalidDelay as invalid:  # Celery may take it without the levels
+        except InvalidDelay as invalid:  # Celery may accept it without the levels
             raise _NotACopy from invalid
         if due.is_past:
             raise _NotACopy
@@ -482,7 +482,7 @@ class Copies:
             connection: The caller's own connection.
         """
         delays = self._delays
-        # Celery has a reply address for each thread, an envelope one for all of its tasks.
+        # Celery has a reply address for each thread; all tasks of an envelope share one address.
         of_thread = {"reply_to": delays.app.thread_oid}
         if connection is None and not headers and options.keys() <= set(SHARED):
             with suppress(_NotACopy):

@@ -79,7 +79,7 @@ class Delays:
         self._parts: dict[Callable[[Delays], object], Any] = {}
         self._instead: Mapping[Callable[[Delays], object], Callable[[Delays], object]] = {}
         self._countdowns = WarningLimit(logger, "Delays treated as countdowns", HOUR)
-        #: By process: threads do not survive a fork.
+        #: The threads of each process, because threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
 
     @cached_property
@@ -104,7 +104,7 @@ class Delays:
         """Return the settings of an addition.
 
         Args:
-            group: Their class.
+            group: The class of the settings.
 
         Raises:
             InvalidSetting: A setting of the kernel, or of an addition, is wrong.
@@ -195,9 +195,9 @@ class Delays:
         """Return the due time: by a delay, else by a countdown that is not 0, else by an eta.
 
         Raises:
-            InvalidDelay: A time that is not finite, or an ``eta`` that is not ISO 8601.
-            InvalidDelayType: A value that is neither a length of time nor an instant; or a delay
-                together with a countdown or an eta.
+            InvalidDelay: A time is not finite, or an ``eta`` is not ISO 8601.
+            InvalidDelayType: A value is neither a length of time nor an instant; or a delay is
+                combined with a countdown or an eta.
         """
         if delay is not None:
             if countdown is not None or eta is not None:  # saves a call per row
@@ -248,7 +248,7 @@ class Delays:
 
         Args:
             fake_broker: Takes all messages.
-            instead: The functions to call instead of those that make a :meth:`part`.
+            instead: Maps functions that make a :meth:`part` to the functions that replace them.
         """
         former = self.fake_broker, self._instead, self._parts
         self.fake_broker, self._instead, self._parts = fake_broker, instead, {}

@@ -31,7 +31,7 @@ _ANY_UUID: Final = "-".join("?" * length for length in (8, 4, 4, 4, 12))
 
 
 def checkin_destinations(app: DelayingCelery) -> AllowedDestinations:
-    """Return where check-in may publish: by the setting, or to the queues of ``task_queues``.
+    """Return where check-in may publish: as its setting says, or to the queues of ``task_queues``.
 
     Args:
         app: The application.
@@ -45,7 +45,7 @@ def checkin_destinations(app: DelayingCelery) -> AllowedDestinations:
 
 
 def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
-    """Return where distribution may publish: by its setting, or by the other settings.
+    """Return where distribution may publish: as its own setting says, or as other settings say.
 
     Args:
         app: The application. In a worker, the queues that it consumes from at its start count too.
@@ -56,7 +56,7 @@ def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
     named = configured_destinations(app)
     consumed: Iterable[Queue] = app.amqp.queues.consume_from.values()
     queues = {*configured_queues(app).values(), *consumed}
-    # Each worker has its own queue for a broadcast, with its own name.
+    # Each worker has its own queue for a broadcast, whose name ends with a UUID.
     broadcasts = [
         _UUID.sub(_ANY_UUID, escape(queue.name)) for queue in queues if isinstance(queue, Broadcast)
     ]
@@ -87,7 +87,7 @@ def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
     """Return the queues in the configuration, by their names."""
     queues = app.amqp.Queues(app.conf.task_queues)
     for name in {app.conf.task_default_queue, *_named(app)}:
-        # This makes the queue, as Celery does, unless task_create_missing_queues is off.
+        # The lookup makes the queue, as Celery does, unless task_create_missing_queues is off.
         with suppress(KeyError):
             queues[name]
     made: Mapping[str, Queue] = queues

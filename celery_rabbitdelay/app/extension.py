@@ -108,7 +108,7 @@ class RabbitDelay(Added, Delays):
         declares them. With a broker other than RabbitMQ, the check only connects.
 
         Args:
-            timeout: Seconds that it may take.
+            timeout: Seconds that the check may take.
 
         Raises:
             PublishError: A send would raise the same error.
@@ -176,14 +176,14 @@ class RabbitDelay(Added, Delays):
     ) -> Result:
         """Send a task from a coroutine, by ``apply_async`` in a thread.
 
-        At most ``broker_pool_limit`` sends run at the same time; further ones wait for a thread,
+        At most ``broker_pool_limit`` sends run at the same time; further sends wait for a thread,
         and the wait counts towards the timeout. If the coroutine is cancelled before its thread has
-        begun, nothing is sent. After that, the thread goes on, and the task may arrive.
+        begun, nothing is sent. A thread that has begun continues, and the task may arrive.
 
         Args:
             task: The task, or its name.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            args: The task's positional arguments.
+            kwargs: The task's keyword arguments.
             **options: Further options of ``apply_async``: ``delay``, ``task_id``, ``queue``, ...
 
         Raises:
@@ -240,7 +240,7 @@ class RabbitDelay(Added, Delays):
                 moment when its row is read.
             tolerance: Seconds, or a timedelta, by which a task may start late if that saves stops
                 or fills envelopes.
-            envelopes: Whether rows share messages. None: if ``rabbitdelay_modules`` has
+            envelopes: Whether rows share messages. None: they do if ``rabbitdelay_modules`` has
                 distribution.
             progress: Called with the report every half second, and at the end.
             connection: The caller's own connection, to be used instead of the pool's.

@@ -28,7 +28,7 @@ class Instrument:
     Attributes:
         name: The metric's name without :data:`PREFIX`, and without the ``_total`` of Prometheus's
             counters.
-        kind: Its kind.
+        kind: The kind of instrument.
         help: The metric's meaning, in one sentence.
         labels: The names of its labels.
         buckets: The upper bounds of a histogram's buckets, in seconds, without infinity.
@@ -102,7 +102,7 @@ class Recorder:
         self.gauges: dict[Instrument, Callable[[], float]] = {}
 
     def record(self, values: Mapping[Instrument, float], *labels: str) -> None:
-        """Add to counters, or record in histograms.
+        """Add values to counters, or record values in histograms.
 
         Args:
             values: The values by their instruments, all of which have the same labels.
@@ -117,7 +117,7 @@ class Recorder:
         Args:
             task: The task's name.
             queue: The label of its queue.
-            is_confirmed: Whether the broker has confirmed it.
+            is_confirmed: Whether the broker has confirmed the message.
             resent: How often its message was published again.
         """
         values = {SENT: 1, CONFIRMED if is_confirmed else REFUSED: 1}

@@ -34,7 +34,7 @@ Result: TypeAlias = "AsyncResult[Any]"
 #: The options of the kernel; see :func:`own_options`.
 OWN_OPTIONS: Final = ("delay", "tolerance", "confirm_timeout")
 
-#: An option that holds the options of this package, since the caller's stamps may have their names.
+#: An option that holds this package's options, because a stamp may have the name of an option.
 BESIDE_STAMPS: Final = "rabbitdelay_options"
 
 
@@ -98,7 +98,7 @@ def without_stamps(options: Options) -> tuple[OwnOptions, OwnOptions]:
     Celery passes stamps among the options, and lists their names.
 
     Args:
-        options: What ``apply_async`` takes.
+        options: The options of ``apply_async``.
     """
     given = dict(options)
     names = given.get("stamped_headers") or ()
@@ -111,7 +111,7 @@ def refuse_two_times(delay: Delay, countdown: float | None, eta: datetime | str 
     """Refuse a delay together with a countdown or an eta.
 
     Raises:
-        InvalidDelayType: Both were given.
+        InvalidDelayType: A countdown or an eta is given.
     """
     for name, value in (("countdown", countdown), ("eta", eta)):
         if value is not None:

@@ -1,4 +1,4 @@
-"""Publishing a task's message: at once, or in a block with many messages in flight.
+"""Publish a task's message at once, or in a block with many messages in flight.
 
 ``app.rabbitdelay.pipeline()`` opens such a block.
 
@@ -44,9 +44,9 @@ class PublishedTask(NamedTuple):
     """A task whose message is published: the context of its :class:`.Publication`.
 
     Attributes:
-        task: Its name.
-        task_id: Its id.
-        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
+        task: The task's name.
+        task_id: The task's id.
+        due_ms: When the task is due, in milliseconds since 1970-01-01 UTC.
         queue: The label of its queue.
     """
 
@@ -251,7 +251,7 @@ def publish_task(
         publication: The message, with a :class:`PublishedTask` as its context.
         policy: How long, and how often, to try to publish the message.
         declares: The arguments ``declare`` and ``redeclare`` of :meth:`.Publisher.publish`.
-        pipeline: The block that confirms the message; None if this function does.
+        pipeline: The block that confirms the message; None if this function confirms it.
         connection: The caller's own connection, to be used instead of the pool's.
     """
     if pipeline is not None:
@@ -273,7 +273,7 @@ def publish_task(
 def borrowed_publisher(
     delays: Delays, connection: Connection | None = None, timeout: float | None = None
 ) -> Iterator[Publisher]:
-    """Borrow the publisher of the open block, or one of the caller's connection or the pool.
+    """Borrow a publisher: the open block's, one on the caller's connection, or one of the pool.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
@@ -282,7 +282,7 @@ def borrowed_publisher(
             ``rabbitdelay_confirm_timeout``.
 
     Raises:
-        NoPublisherFree: All publishers of the pool were in use for that long.
+        NoPublisherFree: All publishers of the pool were in use until the timeout.
     """
     pipeline = current_pipeline(delays, connection)
     if delays.fake_broker is not None:
@@ -307,7 +307,7 @@ _innermost: Final[ContextVar[TaskPipeline | None]] = ContextVar("pipeline", defa
 
 
 def current_pipeline(delays: Delays, connection: Connection | None = None) -> TaskPipeline | None:
-    """Return the block that a send goes through; None if the send is confirmed by itself.
+    """Return the block that a send goes through; None if the send waits for its own confirm.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
@@ -321,7 +321,7 @@ def current_pipeline(delays: Delays, connection: Connection | None = None) -> Ta
 
 @contextmanager
 def open_pipeline(delays: Delays) -> Iterator[None]:
-    """Open a block, or join the one that is open.
+    """Open a block, or join the block that is already open.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
@@ -405,7 +405,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _owner() -> tuple[int, int, object]:
-    """Return the process, the thread and the coroutine that run now."""
+    """Return the current process, thread and coroutine."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

@@ -1,9 +1,9 @@
 """The rows of ``send_many``, its report, and the grouping of rows into envelopes.
 
-Rows that are due in the same tick travel in one envelope. With a tolerance, the delay is rounded up
-to a multiple of the largest place value that has one in [delay, delay + tolerance], so that many
-rows share it. The due time is then fixed, and does not move while rows wait for their group. This
-module opens no connection.
+Rows that are due in the same tick travel in one envelope. With a tolerance, a delay is rounded up
+within [delay, delay + tolerance] to a multiple of the largest possible place value, so that many
+rows share a due time. This due time is fixed, and does not move while rows wait for their group.
+This file opens no connection.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Row(NamedTuple):
     """One call of the task.
 
     Attributes:
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: The task's positional arguments.
+        kwargs: The task's keyword arguments.
         delay: Seconds, or a timedelta, until the task may start, counted from the moment when the
             row is read.
         eta: The instant at which the task may start, instead of ``delay``.
@@ -76,7 +76,7 @@ class Report:
 
 
 def row_of(given: Mapping[str, object]) -> Row:
-    """Return the row that has these fields.
+    """Make a row from a mapping of its fields.
 
     Raises:
         InvalidRow: The row is not a mapping, or has an unknown field.
@@ -97,12 +97,12 @@ class WrittenRows:
     """Rows that are due in the same tick, as :meth:`.Template.item` writes them.
 
     ``send_many`` writes the first row again as a check. If the bytes differ, because the
-    application has another serializer for example, it reads all rows and writes them again.
+    application has another serializer for example, ``send_many`` writes all rows again.
 
     Attributes:
         items: The bytes of all rows.
         count: The number of rows; at least one.
-        due_ms: When they are due, in milliseconds since 1970-01-01 UTC.
+        due_ms: When the rows are due, in milliseconds since 1970-01-01 UTC.
     """
 
     items: bytes
@@ -111,7 +111,7 @@ class WrittenRows:
 
     @property
     def due(self) -> Due:
-        """When they are due."""
+        """When the rows are due."""
         now_ms = wall_clock.ms()
         return Due(self.due_ms * NS_PER_MS, self.due_ms - now_ms, is_instant=True)
 
@@ -153,7 +153,7 @@ MAX_GROUP_BYTES: Final = 2**20
 #: Maximum bytes in all groups together.
 MAX_TOTAL_BYTES: Final = 80 * 2**20
 
-#: The bytes of memory that a grouped message takes in addition to its own.
+#: The bytes of memory that a grouped message takes in addition to its encoded bytes.
 MESSAGE_OVERHEAD: Final = 64
 
 #: A message waits for its group for at most MAX_WAIT_MS, or for its delay divided by WAIT_DIVISOR
@@ -167,7 +167,7 @@ class Group:
     """Messages that are due in the same tick.
 
     Attributes:
-        due: When all of them are due.
+        due: When the messages are due.
         first: The first call.
         items: The bytes of all messages, as items of an envelope.
         rows: The numbers of their rows.

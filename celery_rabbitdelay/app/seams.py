@@ -39,10 +39,10 @@ class Call(NamedTuple):
     """One call of a task.
 
     Attributes:
-        task_id: Its id.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        due: When it may start.
+        task_id: The task's id.
+        args: The task's positional arguments.
+        kwargs: The task's keyword arguments.
+        due: When the task may start.
         headers: Headers of this call's message alone: an addition's, or the ``group_index`` of a
             group's member.
         has_id: Whether the caller has given the id; otherwise it is new.
@@ -127,7 +127,7 @@ class AddedToRows(Protocol):
         """Record whether the broker has confirmed rows."""
 
     def close(self) -> None:
-        """Finish: no more rows will come."""
+        """Finish; called after the last row."""
 
 
 class Addition:
@@ -192,8 +192,8 @@ class Addition:
             due_ms: When the envelope was due.
 
         Returns:
-            None to publish all messages; a bool for each message, whether it is published; or a
-            new due time of the whole envelope, in milliseconds since 1970-01-01 UTC.
+            None to publish all messages; for each message, True to publish it; or a new due time of
+            the whole envelope, in milliseconds since 1970-01-01 UTC.
         """
 
     def note_arrived(self, note: WaitingMessage) -> Due | None:
@@ -241,7 +241,7 @@ class Addition:
 
 
 def checked_added_options(options: Options, delays: Delays) -> OwnOptions:
-    """Return a send's options for additions, after each addition checks its own.
+    """Return a send's options of additions, after each addition has checked its own options.
 
     Celery silently drops unknown options. Callers rely on the options that they pass, so an option
     without effect is an error, whether or not the send has a delay.
@@ -304,7 +304,7 @@ def refuse_unused(added: Options, advice: str) -> None:
 
 
 def _by_addition(delays: Delays, added: Options) -> dict[Addition, OwnOptions]:
-    """Return the options of each addition that has any of them."""
+    """Group options by the addition that they belong to."""
     options_of: dict[Addition, OwnOptions] = {}
     for name, value in added.items():
         addition = delays.part(additions.load(additions.options[name]))

@@ -1,7 +1,7 @@
 """Sending one task for many rows, with many messages in flight.
 
 Celery makes the message of the first row, unless a template of an earlier send exists. The messages
-of the other rows are copies of it.
+of the other rows are copies of this message.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Sending:
         self.next_progress = self._began + PROGRESS_INTERVAL
 
     def take(self, rows: Iterable[GivenT]) -> Iterator[tuple[int, GivenT]]:
-        """Yield rows with their numbers; :class:`.WrittenRows` have that of their first row."""
+        """Yield rows with their numbers; :class:`.WrittenRows` get their first row's number."""
         try:
             for given in rows:
                 if self.stops_taking:
@@ -160,7 +160,7 @@ class RowSender(Sending):
 
     Args:
         delays: The application's ``app.rabbitdelay``.
-        connection: The caller's own connection; None for one of the pool's.
+        connection: The caller's own connection; None to use a connection of the pool.
         task: The task, or its name.
         tolerance_ms: The milliseconds by which a task may start late.
         envelopes: Whether rows that are due in the same tick travel in one message.
@@ -298,7 +298,7 @@ class RowSender(Sending):
         return seams.Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
 
     def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
-        """Yield the calls in groups; a call outside an envelope is a group without items."""
+        """Yield the calls in groups; a call without an envelope is a group without items."""
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
         grouper = Grouper(layout, self._template.item, max_bytes=max_bytes)
         for number, given in work:
@@ -415,7 +415,7 @@ def _random_ids() -> Iterator[str]:
             yield f"{d[:8]}-{d[8:12]}-4{d[13:16]}-{variant}{d[17:20]}-{d[20:]}"
 
 
-#: Errors of a single row: the other rows are sent.
+#: Errors of a single row, after which the other rows are still sent.
 ROW_ERRORS: Final = (
     exceptions.RabbitDelayError,
     EncodeError,
@@ -433,7 +433,7 @@ def send_one_by_one(
     tolerance: Delay,
     options: Options,
 ) -> Report:
-    """Send a task for each row with Celery's ``apply_async``; its return counts as a confirm.
+    """Send a task for each row with Celery's ``apply_async``; a call that returns is confirmed.
 
     Args:
         app: The application.

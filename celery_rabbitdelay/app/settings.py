@@ -1,6 +1,6 @@
 """The ``rabbitdelay_*`` keys of the Celery configuration: their meanings and their values.
 
-The kernel's settings form one group, and the settings of each addition another one.
+The kernel's settings form one group, and the settings of each addition form another group.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class SettingsGroup:
             groups: The groups that have a key in the configuration, by their classes.
 
         Raises:
-            InvalidSetting: A setting needs another one.
+            InvalidSetting: A setting needs another setting.
         """
 
     def __repr__(self) -> str:
@@ -263,8 +263,8 @@ class Settings(SettingsGroup):
     #: moving to the next level when the broker fails.
     queue_type: QueueType = "quorum"
 
-    #: Whether ``countdown`` and ``eta`` wait in the levels too; ``delay`` and rows of ``send_many``
-    #: always do.
+    #: Whether tasks with ``countdown`` or ``eta`` wait in the levels too; tasks with ``delay`` and
+    #: rows of ``send_many`` always wait there.
     takeover: bool = True
 
     #: "auto": the first process that needs the topology declares it. "never": operators declare it,
@@ -289,8 +289,8 @@ class Settings(SettingsGroup):
     #: only this module could deliver.
     modules: Annotated[Sequence[str], _MODULES] = _INSTALLED_MODULES
 
-    #: The names of the queues and exchanges that check-in may reach; ``*`` and ``?`` stand for any
-    #: characters and for one. None: the names that the application knows.
+    #: The names of the queues and exchanges that check-in may reach; ``*`` stands for any
+    #: characters, ``?`` for any one character. None: the names that the application knows.
     checkin_allowed: Annotated[Sequence[str] | None, _NAMES] = None
 
     #: Whether to trust the clients of check-in as much as producers. Their tasks may then have any
@@ -300,7 +300,7 @@ class Settings(SettingsGroup):
 
     #: The names of the queues and exchanges that distribution may reach, with ``*`` and ``?``.
     #: None: the queues that the application knows or that are bound to the levels, and every
-    #: exchange except those of Celery, of the broker and of the levels.
+    #: exchange except the exchanges of Celery, the broker and the levels.
     distribution_allowed: Annotated[Sequence[str] | None, _NAMES] = None
 
     #: The key with which destination and due time are signed, or a list of keys: the first key
@@ -315,7 +315,7 @@ class Settings(SettingsGroup):
     max_message_bytes: Annotated[int, whole_number(MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
 
     #: Seconds for which a due message is retried, with growing pauses, if its destination refuses
-    #: it. After that, or at once with 0, it is undeliverable.
+    #: it. After that time, or at once with 0, the message is undeliverable.
     retry_for: Annotated[float, _RETRY_FOR] = 86_400.0
 
     #: The names of queues that may refuse a message, with ``*`` and ``?``. Their messages go
@@ -369,7 +369,7 @@ class Settings(SettingsGroup):
 
 
 def _layout_of(value: Any, tick: float) -> Layout:
-    """Return the layout that a setting describes; it may bring its own tick."""
+    """Return the layout that a setting describes; the layout may have its own tick."""
     if isinstance(value, Layout):
         return value
     if isinstance(value, list | tuple):
@@ -427,8 +427,9 @@ def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[st
     """Return the key of each setting in a configuration, by the setting's name."""
     known = (*setting_types(Settings), *additions.settings)
     starts = PREFIX, _key_of("", namespace)
-    # Upper-case keys, which Celery ignores: Celery's own were upper-case before 4.0, and Django's
-    # are. With a namespace, CELERY_ may be another application's namespace.
+    # Upper-case keys, which Celery ignores. Users write them because Celery's own keys were
+    # upper-case before 4.0, and Django's keys are. With a namespace, CELERY_ may be another
+    # application's namespace.
     ignored = PREFIX.upper(), PREFIX.upper() if namespace else f"CELERY_{PREFIX.upper()}"
     read: dict[str, str] = {}
     unread: dict[str | None, str] = {}

@@ -1,7 +1,7 @@
 """Signals about delayed tasks; connect to them as to Celery's own.
 
-Each is sent in the process where it happens, with the application as ``sender`` and these
-arguments: ``task_id`` (str), ``due`` (an aware datetime, or None if it is unknown), and
+Each signal is sent in the process where the event happens, with the application as ``sender`` and
+these arguments: ``task_id`` (str), ``due`` (an aware datetime, or None if it is unknown), and
 ``lateness``, seconds from due to now (negative if the task is early, None if ``due`` is None)::
 
     from celery_rabbitdelay import signals
@@ -30,27 +30,29 @@ def _signal(name: str) -> Signal:
     return Signal(name=name, providing_args=_ARGUMENTS)
 
 
-#: A task was sent into the levels, and the broker has confirmed it; in the sending process. Not
-#: sent for the rows of ``send_many``.
+#: The broker has confirmed a task that was sent into the levels. Sent by the process that sends the
+#: task, but not for the rows of ``send_many``.
 delayed: Final = _signal("delayed")
 
-#: A task was cancelled; in the process that calls ``cancel``, and in the worker that discards it.
+#: A task was cancelled. Sent by the process that calls ``cancel``, and by the worker that discards
+#: the task.
 cancelled: Final = _signal("cancelled")
 
-#: A task was postponed; in the process that calls ``postpone``.
+#: A task was postponed. Sent by the process that calls ``postpone``.
 postponed: Final = _signal("postponed")
 
-#: A task does not run because a newer task was sent with its key; in the worker that discards it.
+#: A task does not run because a newer task was sent with its key. Sent by the worker that discards
+#: the older task.
 superseded: Final = _signal("superseded")
 
-#: A delayed task has left the levels and is about to run; in the worker.
+#: A delayed task has left the levels and is about to run. Sent by the worker.
 released: Final = _signal("released")
 
 #: An occurrence of a schedule does not run: it is too late, its schedule is paused, or an earlier
-#: occurrence is still running; in the worker.
+#: occurrence is still running. Sent by the worker.
 skipped: Final = _signal("skipped")
 
-#: A task does not run because its job was aborted, or was not committed in time; in the worker.
+#: A task does not run because its job was aborted or not committed in time. Sent by the worker.
 expired: Final = _signal("expired")
 
 
@@ -61,7 +63,7 @@ def send(signal: Signal, app: celery.Celery, task_id: str, due_ms: object) -> No
         signal: The signal.
         app: The application.
         task_id: The task's id.
-        due_ms: When it is due, in milliseconds since 1970-01-01 UTC; None if unknown.
+        due_ms: When the task is due, in milliseconds since 1970-01-01 UTC; None if unknown.
     """
     if not signal.receivers:
         return

@@ -48,7 +48,7 @@ NO_PART: Final = "would do nothing, because its addition takes no part in this s
 def publish_policy(
     app: celery.Celery, options: Options, retry: bool, retry_policy: Options
 ) -> PublishPolicy:
-    """Return the timeout and the resends of a message, by the caller's options and the settings.
+    """Return the timeout and the resends of a message, from the caller's options and the settings.
 
     Args:
         app: The application.
@@ -65,7 +65,7 @@ def publish_policy(
     if retry:
         resends = retries if is_counted else RESENDS
     else:
-        # Celery 5.7 counts the retries of a callback itself, and turns off those of this package.
+        # Celery 5.7 counts the retries of a callback itself, and turns off this package's retries.
         given = options.get("retry")
         is_on = app.conf.task_publish_retry if given is None else given
         resends = RESENDS if is_on and not is_counted and celery_internals.sends_a_callback() else 0
@@ -85,7 +85,7 @@ def publish_policy(
 
 
 class DelayedTaskProducer(DelayedProducer):
-    """Publishes one task into the levels, and events like any producer.
+    """Publishes one task into the levels, and publishes events like any producer.
 
     Celery resolves exchange, routing key, headers and properties of a task as if it had no delay,
     sends its signals, and calls :meth:`publish`.
@@ -96,7 +96,7 @@ class DelayedTaskProducer(DelayedProducer):
         due: When the task may start.
         options: The options of ``apply_async``, as the caller has given them.
         connection: The caller's own connection, to be used instead of the pool's.
-        pipeline: The block that confirms the message; None if :meth:`publish` does.
+        pipeline: The block that confirms the message; None if :meth:`publish` confirms it.
         came_from: The name of the queue that a retried task came from, if it is known.
 
     Attributes:
@@ -225,7 +225,7 @@ class EtaProducer:
     Args:
         producer: The producer that publishes the task.
         countdown: Seconds until the task may start.
-        eta: The instant at which it may start, if there is no countdown.
+        eta: The instant at which the task may start, if there is no countdown.
     """
 
     def __init__(
@@ -263,8 +263,9 @@ class TaskSending(seams.Send):
         by_celery: Celery's ``send_task``, or the application's own, for a name and arguments.
 
     Attributes:
-        delay: Seconds, or a timedelta, until it may start; None with ``countdown`` or ``eta``.
-        tolerance_ms: The milliseconds by which it may start late.
+        delay: Seconds, or a timedelta, until the task may start; None with ``countdown`` or
+            ``eta``.
+        tolerance_ms: The milliseconds by which the task may start late.
         stamps: The stamps that have the name of an option of this package.
     """
 
@@ -299,7 +300,7 @@ class TaskSending(seams.Send):
         - the broker is not RabbitMQ: Celery's own path; ``delay`` becomes a countdown
         - ``rabbitdelay=False``, or a countdown or eta without takeover: a worker, which holds it
         - the task is due already: Celery's own path, at once
-        - all others: the levels; :class:`.DelayedProducer` chooses between the task's queue and
+        - any other task: the levels; :class:`.DelayedProducer` chooses between the task's queue and
           distribution
 
         A retry or a replacement carries the registry's headers even without a delay, since a later
@@ -349,7 +350,7 @@ class TaskSending(seams.Send):
         return connection or (producer.connection if producer is not None else None)
 
     def _takes_over(self) -> bool:
-        """Whether a delay goes into the levels; see ``rabbitdelay=False`` and ``takeover``."""
+        """Return whether ``rabbitdelay`` and ``takeover`` let the task wait in the levels."""
         if not getattr(self.task, "rabbitdelay", True):
             return False
         return self.delay is not None or self.delays.settings.takeover
@@ -374,7 +375,7 @@ class TaskSending(seams.Send):
         # A worker acknowledges a task as soon as its retry is sent.
         if not (self.options.get("retries") or any(part.is_alone for part in parts)):
             pipeline = pipelines.current_pipeline(delays, connection)
-        # A retry returns to its queue; a replacement goes where its own options say.
+        # A retry returns to its queue; a replacement goes to the destination in its own options.
         came_from = self.former.get(header_names.QUEUE) if self.options.get("retries") else None
         producer = DelayedTaskProducer(
             delays, self.name, due, self.options, connection, pipeline, came_from

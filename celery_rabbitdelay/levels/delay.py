@@ -92,8 +92,8 @@ def plain(given: Any, what: str) -> Any:
     Nanoseconds are rounded up, so that nothing is early.
 
     Subclasses (of pendulum, pandas, freezegun, or an application) override operators, comparisons,
-    ``isoformat`` and pickling. So the package converts every time once, on entry, by the methods of
-    the base class.
+    ``isoformat`` and pickling. So the package converts each value once, on entry, with the methods
+    of the base class.
 
     Args:
         given: The value.
@@ -130,7 +130,7 @@ class Due(NamedTuple):
         at_ns: The instant, in nanoseconds since 1970-01-01 UTC.
         delay_ms: The delay at the time of the call, in milliseconds, rounded up.
         is_instant: Whether the caller gave an instant, not a relative delay.
-        tolerance_ms: The milliseconds by which the message may arrive later.
+        tolerance_ms: The milliseconds by which the message may be late.
     """
 
     at_ns: int
@@ -140,7 +140,7 @@ class Due(NamedTuple):
 
     @classmethod
     def after(cls, delay: Delay, tolerance_ms: int = 0) -> Due:
-        """Make a due time after a delay, in seconds or as a timedelta; now if it is negative.
+        """Make the due time after a delay (seconds or a timedelta); a negative delay means now.
 
         Raises:
             InvalidDelay: The delay is invalid, or its due time does not fit in 64 bits.
@@ -153,7 +153,7 @@ class Due(NamedTuple):
 
     @classmethod
     def at(cls, instant: datetime, tolerance_ms: int = 0) -> Due:
-        """Make a due time at an instant, an aware datetime; now if it has passed.
+        """Make the due time at an aware datetime; a datetime that has passed means now.
 
         Raises:
             InvalidDelay: The datetime is naive, so its instant is ambiguous.
@@ -165,7 +165,7 @@ class Due(NamedTuple):
 
     @classmethod
     def until(cls, at_ms: int) -> Due:
-        """Make a due time at an instant, in milliseconds since 1970-01-01 UTC; now if passed."""
+        """Make the due time at an instant in milliseconds since 1970-01-01 UTC, past or future."""
         return cls(at_ms * NS_PER_MS, max(at_ms - wall_clock.ms(), 0), is_instant=True)
 
     @property
@@ -259,8 +259,8 @@ def parse_delay(text: str, what: str = "delay") -> Fraction:
         what: The name of the argument, for the error: "delay" or "tolerance".
 
     Raises:
-        InvalidDelay: The text is not in one of these forms. ``1:30`` is ambiguous: minutes or
-            hours.
+        InvalidDelay: The text is not in one of these forms. ``1:30`` is refused, because it may
+            mean minutes or hours.
     """
     bare = text.strip().lower() if text.isascii() else ""
     sign, bare = -1 if bare.startswith("-") else 1, bare.removeprefix("-")

@@ -36,7 +36,7 @@ DUE: Final = "rabbitdelay-due"
 #: The exchange that the message would have been published to without a delay: str.
 EXCHANGE: Final = "rabbitdelay-exchange"
 
-#: The routing key that the message would have been published with: str.
+#: The routing key that the message would have had without a delay: str.
 ROUTING_KEY: Final = "rabbitdelay-routing-key"
 
 #: The name of the destination queue: str.
@@ -52,8 +52,8 @@ EXPIRATION: Final = "rabbitdelay-expiration"
 #: :class:`EarlyHeader`.
 EARLY: Final = "rabbitdelay-early"
 
-#: Failed attempts to publish a message to its destination: their number, int; the time of the first
-#: failure, int, milliseconds since 1970-01-01 UTC; and its reason, str.
+#: The number of failed attempts to publish a message to its destination: int; the time of the first
+#: failure: int, milliseconds since 1970-01-01 UTC; and the reason for the first failure: str.
 ATTEMPTS: Final = "rabbitdelay-attempts"
 FAILED_SINCE: Final = "rabbitdelay-failed-since"
 FIRST_REASON: Final = "rabbitdelay-first-reason"
@@ -75,17 +75,17 @@ VERSION: Final = "rabbitdelay-version"
 #: The signature, if the sender has a signing key: str.
 SIGNATURE: Final = "rabbitdelay-signature"
 
-#: Why the properties of a received message cannot be read: str; and the bytes of the properties.
-#: Such a message has no other headers and goes to ``undeliverable``. If only its exchange or
-#: routing key cannot be read, :data:`UNREADABLE` is added to the message's own headers.
+#: Why the properties of a received message cannot be read: str; and the raw bytes of these
+#: properties. The message has no other headers and goes to ``undeliverable``. If only its exchange
+#: or routing key cannot be read, :data:`UNREADABLE` is added to the message's own headers.
 UNREADABLE: Final = "rabbitdelay-unreadable"
 UNREADABLE_PROPERTIES: Final = "rabbitdelay-properties"
 
 #: The message's name, different for every message of a task that has a key or is tracked: str.
 COPY: Final = "rabbitdelay-copy"
 
-#: The task's life: how often the task was sent again under its id after a run, up to this message:
-#: str, digits. Absent: never. :data:`UNKNOWN_LIFE` if Redis could not be reached.
+#: The task's life, which a retry keeps: how often a task was sent again under the same id after it
+#: had run: str, digits. Absent: 0. :data:`UNKNOWN_LIFE` if Redis could not be reached.
 LIFE: Final = "rabbitdelay-life"
 
 #: The key that the task was sent with: str.
@@ -108,11 +108,11 @@ SCHEDULE: Final = "rabbitdelay-schedule"
 #: :data:`JOB_ID` was committed: True.
 COMMITTED: Final = "rabbitdelay-committed"
 
-#: Set if the task was sent with ``once``, so that every attempt runs only once, and in every
-#: occurrence: the message's :class:`Mark`, str. True: the message has no name here.
+#: Set if every attempt of the task may run only once, because the task was sent with ``once`` or is
+#: an occurrence: the message's :class:`Mark`, str; or True if the mark has no name.
 ONCE: Final = "rabbitdelay-once"
 
-#: Set if the task was sent with ``track``: True. Its retries are tracked too.
+#: Set if the task was sent with ``track``: True. The task's retries are tracked too.
 TRACKED: Final = "rabbitdelay-tracked"
 
 #: Set by a worker that puts a message back, if the message may have been allowed to run at an
@@ -128,11 +128,11 @@ X_DELAY: Final = "x-delay"
 #: the number when an older worker would mishandle a message; see docs/how-to/upgrade.md.
 MESSAGE_VERSION: Final = 1
 
-#: The prefix of all content types of this package, past and future. The prefix of the content types
-#: of envelopes, which are messages with many tasks. The current content type of an envelope, which
-#: ends with the version of its format.
+#: The prefix of all content types of this package, past and future.
 OWN_CONTENT_TYPES: Final = "application/vnd.rabbitdelay."
+#: The prefix of the content types of envelopes, which are messages with many tasks.
 ENVELOPES: Final = f"{OWN_CONTENT_TYPES}envelope."
+#: The content type of an envelope; it ends with the version of the envelope's format.
 ENVELOPE: Final = f"{ENVELOPES}1"
 
 #: The prefix of all headers of this package.
@@ -147,9 +147,9 @@ REGISTRY: Final = frozenset(
 #: ``task.request.headers`` (https://github.com/celery/celery/issues/4875).
 NESTED_HEADERS: Final = "headers"
 
-#: Headers with additional routing keys, which RabbitMQ uses without any check by a module
-#: (https://www.rabbitmq.com/docs/sender-selected). In the levels, whose keys are digits, they can
-#: only do harm.
+#: Headers with additional routing keys, by which RabbitMQ routes although no module checks them
+#: (https://www.rabbitmq.com/docs/sender-selected). In the levels, where a routing key consists of
+#: digits, such a header can only do harm.
 SENDER_SELECTED: Final = ("CC", "BCC")
 
 #: The headers that RabbitMQ adds to a dead-lettered or redelivered message
@@ -168,7 +168,7 @@ MAX_PRIORITY: Final = 4
 HIGHEST_PRIORITY: Final = 255
 MAX_EXPIRATION_MS: Final = 2**32 - 1
 
-#: An upper limit of the attempts, and of the returns into the levels, that no message reaches.
+#: The largest valid count of attempts, or of returns into the levels; no real message reaches it.
 MAX_COUNT: Final = 2**31
 
 #: The largest integer that Lua, the language of Redis's scripts, can distinguish from the next one.
@@ -189,15 +189,15 @@ _PREFIX_LENGTH: Final = len(OWN_PREFIX)
 
 
 class EarlyHeader(NamedTuple):
-    """How a message was put back into the levels that it had left too early.
+    """Records how a message that left the levels too early was put back into them.
 
     Attributes:
         times: How often the message was put back.
         until_ms: When the message leaves the levels again, in milliseconds since 1970-01-01 UTC; 0
-            for its due time. These times differ if the remaining delay is above the capacity, or if
-            the registry has put back a due message.
-        exchange: The exchange that the task's consumer sees; None for the message's own.
-        routing_key: The routing key that the task's consumer sees; None for the message's own.
+            if it leaves at its due time. The two times differ if the remaining delay is above the
+            capacity, or if the registry has put back a due message.
+        exchange: The exchange that the task's consumer sees; None for the message's own exchange.
+        routing_key: The routing key that the task's consumer sees; None for the message's own key.
     """
 
     times: int = 0
@@ -207,7 +207,7 @@ class EarlyHeader(NamedTuple):
 
     @classmethod
     def of(cls, table: Mapping[str, object]) -> Self:
-        """Read the header's table; invalid values count as missing."""
+        """Read the table of the header :data:`EARLY`; invalid values count as missing."""
         times, until_ms = table.get("times"), table.get("until")
         exchange, routing_key = table.get("exchange"), table.get("routing-key")
         early = cls(
@@ -219,11 +219,11 @@ class EarlyHeader(NamedTuple):
         return early
 
     def expects(self, now_ms: int, tolerated_ms: int) -> bool:
-        """Return whether the message was put back only until now, not until its due time."""
+        """Return whether the message was to leave the levels by now, before its due time."""
         return 0 < self.until_ms <= now_ms + tolerated_ms
 
     def header(self) -> dict[str, dict[str, object]]:
-        """Return the header."""
+        """Return the header :data:`EARLY`, by its name."""
         table = {
             "times": self.times,
             "until": self.until_ms or None,
@@ -256,7 +256,7 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Read the header's value."""
+        """Read the value of the header :data:`ONCE`."""
         name, *more = value.split(".") if isinstance(value, str) else ("",)
         if not more or not is_digits(more[0], MAX_COUNT):
             return cls(name)
@@ -268,7 +268,7 @@ class Mark(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The header's value."""
+        """The mark as the value of the header :data:`ONCE`."""
         return ".".join((self.name, str(self.generation), *self.former))
 
 
@@ -292,7 +292,7 @@ class DelayHeaders(NamedTuple):
     Attributes:
         due_ms: The instant at which the task may start, in milliseconds since 1970-01-01 UTC.
         exchange: The exchange that the message would have been published to without a delay.
-        routing_key: The routing key that the message would have been published with.
+        routing_key: The routing key that the message would have had without a delay.
         queue: The destination queue; None if the exchange routes the message.
         priority: The priority, above 4, that distribution restores.
         expiration: The ``expiration`` that distribution restores.
@@ -380,7 +380,7 @@ def is_int(value: object, least: int, most: int) -> TypeGuard[int]:
 
 
 def is_digits(value: object, most: int) -> TypeGuard[str]:
-    """Return whether a value is a text of decimal digits, and its number is at most ``most``."""
+    """Return whether a value is a string of decimal digits for a number up to ``most``."""
     if not isinstance(value, str) or len(value) > len(str(most)):
         return False
     return value.isascii() and value.isdigit() and int(value) <= most

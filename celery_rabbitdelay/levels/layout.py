@@ -1,7 +1,7 @@
-"""Layouts: the levels that a delay is written in, and its digits.
+"""Layouts: lists of levels, in which a delay is written digit by digit.
 
 A layout is a list of levels, highest first, and a rule for zero digits. A level is one digit: a
-unit, a multiple of it, and a base. Names, TTLs, queues and the capacity follow from these.
+unit, a multiple of the unit, and a base. The levels determine names, TTLs, queues and the capacity.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Final, Literal, TypeAlias, get_args
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidLayout
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 
-#: How a zero digit is passed: ``bind`` (exchange to exchange), ``skip`` (each exchange is bound to
-#: the queues of every lower level), ``queue`` (a pass-through queue, for brokers without
+#: How a message passes a zero digit: ``bind`` (exchange to exchange), ``skip`` (each exchange is
+#: bound to the queues of every lower level), ``queue`` (a pass-through queue, for brokers without
 #: exchange-to-exchange bindings).
 Zeros: TypeAlias = Literal["bind", "skip", "queue"]
 
@@ -27,7 +27,7 @@ Zeros: TypeAlias = Literal["bind", "skip", "queue"]
 UNITS: Final = {"days": 86_400_000, "hours": 3_600_000, "minutes": 60_000, "seconds": 1000, "ms": 1}
 
 #: The largest ``x-message-ttl`` that RabbitMQ accepts (measured on 3.10 to 4.3): ten years, in
-#: milliseconds. So there are at most 39 levels, whose digits take 78 of a routing key's 255 bytes.
+#: milliseconds. A layout has at most 39 levels, whose digits take 78 of a routing key's 255 bytes.
 MAX_TTL: Final = 315_360_000_000
 
 _UNIT_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,50}")
@@ -66,15 +66,15 @@ class Level:
 
 @dataclass(frozen=True)
 class Layout:
-    """The levels of a delay, highest first, checked.
+    """A checked list of levels, highest first, and a rule for zero digits.
 
     Attributes:
         name: The layout's name in errors and in its fingerprint: "clock", "binary", ...
         levels: The levels, highest first.
-        zeros: How a zero digit is passed.
+        zeros: How a message passes a zero digit.
 
     Raises:
-        InvalidLayout: The levels are not a place-value system, or RabbitMQ cannot hold them.
+        InvalidLayout: The levels do not form a place-value system, or exceed RabbitMQ's limits.
     """
 
     name: str
@@ -160,7 +160,8 @@ class Layout:
 
         A message stops once for each non-zero digit. A multiple of a place value has only zeros
         below that place, so the next multiple of each place value is a candidate. The result is the
-        shortest with the fewest stops, or with ``coarsest=True`` that of the largest place value.
+        shortest candidate with the fewest stops; with ``coarsest=True``, the candidate of the
+        largest place value.
         """
         longest_ms = min(delay_ms + tolerance_ms, self.capacity_ms)
         in_range: list[int] = []
@@ -174,7 +175,7 @@ class Layout:
 
 
 def clock(tick: Delay = 0.1, zeros: Zeros = "bind") -> Layout:
-    """Return the layout of days, hours, minutes, seconds and ticks; 4,000 days in 180 queues."""
+    """Return the layout of days, hours, minutes, seconds and ticks: 4,000 days in 180 queues."""
     tick_ms = milliseconds(tick)
     if tick_ms not in (1, 10, 100, 1000):
         raise InvalidLayout(f"the clock takes a tick of 1, 0.1, 0.01 or 0.001 s, not {tick!r}")
@@ -185,18 +186,18 @@ def clock(tick: Delay = 0.1, zeros: Zeros = "bind") -> Layout:
 
 
 def binary(tick: Delay = 0.1, levels: int = 28, zeros: Zeros = "bind") -> Layout:
-    """Return levels of one bit, as in NServiceBus; the lowest is worth ``tick`` seconds."""
+    """Return levels of one bit, as in NServiceBus; the lowest level is ``tick`` seconds."""
     return _uniform("binary", tick, 2, levels, zeros)
 
 
 def geometric(
     tick: Delay = 0.1, factor: int = 10, levels: int = 9, zeros: Zeros = "bind"
 ) -> Layout:
-    """Return levels of base ``factor``; one count of the lowest is worth ``tick`` seconds."""
+    """Return levels of base ``factor``; one count of the lowest level is ``tick`` seconds."""
     return _uniform("geometric", tick, factor, levels, zeros)
 
 
-#: The layouts that a setting can name; the first option of each is ``tick``.
+#: The layouts that a setting can name; the first parameter of each function is ``tick``.
 NAMED: Final[Mapping[str, Callable[..., Layout]]] = {
     "clock": clock,
     "binary": binary,
@@ -205,7 +206,7 @@ NAMED: Final[Mapping[str, Callable[..., Layout]]] = {
 
 
 def custom(levels: Iterable[tuple[str, int, Delay]], zeros: Zeros = "bind") -> Layout:
-    """Return levels of your own, highest first, each given as (name, base, unit).
+    """Return a layout of custom levels, highest first, each given as (name, base, unit).
 
     name: the unit in the queues' names; base: the number of the digit's values; unit: the value of
     one count, in seconds or as a timedelta. A level named "days" with a unit of ten days has the

@@ -1,6 +1,6 @@
 """Routing keys: a word for each digit of the delay, then a word for the destination.
 
-A message keeps its key until it is delivered; the exchange of a level looks only at its own digit.
+A message keeps its key until it is delivered; the exchange of a level matches only its own digit.
 With several shards, the shard's word comes first::
 
     0.0.0.3.7.45.30.0.celery       3 days, 7:45:30, to the queue ``celery``
@@ -18,13 +18,13 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 from urllib.parse import unquote
 
-#: The destination for the distribution module: no queue has an empty name.
+#: The destination that stands for the distribution module: no queue has an empty name.
 DISTRIBUTION: Final = ""
 
-#: The destination for the queue of probes: no queue has a name of more than 255 bytes.
+#: The destination that stands for the queue of probes: a queue's name has at most 255 bytes.
 PROBES: Final = "-" * 256
 
-#: The words of these two destinations; no queue's name is encoded as one of them.
+#: The words of both destinations in routing keys; no queue's name is encoded as such a word.
 _RESERVED: Final = {DISTRIBUTION: "%distribution", PROBES: "%probe"}
 
 #: Replaces every digit in the key of a message that distribution publishes to the delivery
@@ -54,7 +54,7 @@ class RoutingKeys(NamedTuple):
         return ".".join(words)
 
     def pattern(self, shard: int, level: int, *digits: int) -> str:
-        """Return the topic pattern of a shard's keys with ``digits`` from a level on."""
+        """Return the topic pattern of the keys of a shard that have ``digits`` from a level on."""
         return ".".join((*self.shard_words(shard), *"*" * level, *map(str, digits), "#"))
 
     def destination_pattern(self, destination: str) -> str:
@@ -68,7 +68,7 @@ class RoutingKeys(NamedTuple):
         return tuple(digits) if len(digits) == self.levels else None
 
     def key_without_digits(self, destination: str) -> str:
-        """Return the key by which distribution reaches a queue that is bound to delivery."""
+        """Return the key with which distribution reaches a queue bound to the delivery exchange."""
         return self.key(0, [NO_DIGIT] * self.levels, destination)
 
     def has_no_digits(self, key: str) -> bool:
@@ -89,7 +89,7 @@ class RoutingKeys(NamedTuple):
 
 @lru_cache(maxsize=10_000)
 def encode_destination(name: str) -> str:
-    """Encode a queue's name as one word of a routing key, different for different names.
+    """Encode a queue's name as one word of a routing key; different names get different words.
 
     ``daily.reports`` becomes ``daily%2Ereports``; the wildcards ``*`` and ``#`` are encoded too. A
     long name becomes ``%~`` and its SHA-256: an AMQP routing key has at most 255 bytes.

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from kombu import Connection
 
-#: Stands for a password, as in the texts of kombu and Celery.
+#: Replaces a password, as in the output of kombu and Celery.
 HIDDEN: Final = "**"
 
 #: The beginning of a URL. A password may contain "://", too.
@@ -28,8 +28,8 @@ _PARAMETER: Final = re.compile(r"(?P<start>[?&](?P<name>[^=&?]*)=)(?P<value>[^&]
 #: The name of a secret parameter contains one of these words.
 _SECRET: Final = re.compile("pass|pwd|secret|token", re.IGNORECASE)
 
-#: A URL within a text. After "user:", it may have blanks up to the next "@" of the line, unless a
-#: port or only punctuation follows the colon: there, the URL ends and ordinary text begins.
+#: A URL within a text. The password after "user:" may have blanks up to the next "@" of the line;
+#: but if a port or only punctuation follows the colon, the URL ends and ordinary text begins.
 _IN_TEXT: Final = re.compile(
     rf"{_SCHEME}"
     r"(?:[^\s@:/?#\[\]]*:(?!\d+\b|[^\s\w]*\s)(?:(?!://)[^@\n]){1,200}@)?\S+"
@@ -61,7 +61,7 @@ def without_password(url: str) -> str:
         return f"{scheme}://{user}:{HIDDEN}@{server}" if colon else url
     host, colon, port = re.split("[/?#]", rest, maxsplit=1)[0].rpartition(":")
     if colon and port and not port.isdigit() and not port.endswith("]"):
-        # This is not a port, but the password of a URL without a host.
+        # The text after the colon is not a port, but the password of a URL without a host.
         return f"{scheme}://{host}:{HIDDEN}"
     return url
 

@@ -36,7 +36,7 @@ CHECK_IN: Final = "check-in"
 DISTRIBUTE: Final = "distribution"
 PROBE: Final = "probe"
 
-#: The type of a probe, which measures how late the levels are.
+#: The property ``type`` of a probe, a message that measures how late the levels are.
 PROBE_TYPE: Final = "rabbitdelay-probe"
 
 #: Milliseconds after which probes that no worker receives are dropped.
@@ -63,7 +63,7 @@ PASS_THROUGH_TTL: Final = 1
 
 #: The version of all exchanges, queues, bindings and arguments, of any layout. The arguments of an
 #: existing exchange or queue cannot change, so another version needs another prefix; see
-#: :class:`Identity`. A unit test fails if they change and this version does not.
+#: :class:`Identity`. A unit test fails if the arguments change and this version does not.
 ARGUMENTS: Final = "v41a81445ab"
 
 
@@ -110,17 +110,17 @@ class ModuleQueues(NamedTuple):
 
     @property
     def queues(self) -> tuple[Queue, ...]:
-        """All queues."""
+        """All module queues."""
         return self.undeliverable, self.checkin, self.meditation, self.distribution, self.paused
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """All exchanges; the first one, of ``undeliverable``, is the alternate of others."""
+        """The module exchanges; the first, for ``undeliverable``, is an alternate exchange."""
         return tuple(exchange for exchange, _ in self._fanouts)
 
     @property
     def bindings(self) -> tuple[Binding, ...]:
-        """All bindings, except that of distribution to the delivery exchange."""
+        """The module bindings, except the binding of distribution to the delivery exchange."""
         return tuple(Binding(exchange.name, "", queue.name) for exchange, queue in self._fanouts)
 
     @property
@@ -186,7 +186,7 @@ class Topology:
         """Return how to publish a message that is due after ``delay`` at a queue.
 
         A delay above the layout's capacity leads to meditation, the overflow loop, which needs
-        workers that serve check-in. Without them, call ``layout.check_capacity`` first.
+        workers that serve check-in. Without such workers, call ``layout.check_capacity`` first.
 
         Args:
             delay: Seconds, or a timedelta; or a :class:`Due`, which has its own tolerance. Rounded
@@ -256,7 +256,7 @@ class Topology:
 
     @cached_property
     def probe(self) -> Queue:
-        """The queue of probes; levels of an earlier version are complete without it."""
+        """The queue of probes; levels that an earlier version declared need not have it."""
         return self._queue("probe", further={"x-single-active-consumer": True}, ttl_ms=PROBE_TTL)
 
     @cached_property
@@ -317,7 +317,7 @@ class Topology:
 
     @cached_property
     def bindings(self) -> tuple[Binding, ...]:
-        """All bindings, without the destinations' queues, which producers and workers bind."""
+        """All bindings, except the bindings that producers and workers make for destinations."""
         distributed = self.keys.destination_pattern(DISTRIBUTION)
         return (
             *self.module_queues.bindings,
@@ -326,7 +326,7 @@ class Topology:
         )
 
     def _level_bindings(self, shard: int) -> Iterator[Binding]:
-        """Bindings of a level to its queues ("skip": also lower ones) and to the next exchange."""
+        """Yield the bindings of each level's exchange to queues and to the next exchange."""
         *sources, _ = self._exchange_names
         for index, source in enumerate(sources):
             behind = len(sources) if self.layout.zeros == "skip" else index + 1
@@ -341,7 +341,7 @@ class Topology:
 
     @cached_property
     def _queues(self) -> list[list[list[Queue | None]]]:
-        """By shard, level and digit."""
+        """The digit queues by shard, level and digit; None for a zero without a queue."""
         bases = list(enumerate(self.layout.bases))
         return [
             [
@@ -366,7 +366,7 @@ class Topology:
 
     @cached_property
     def _exchange_names(self) -> tuple[str, ...]:
-        """The name of each level's exchange, highest first, and of delivery behind the last one."""
+        """The names of the levels' exchanges, highest first, then of the delivery exchange."""
         return tuple(exchange.name for exchange in (*self.level_exchanges, self.delivery))
 
     def _name(self, suffix: str) -> str:
@@ -401,7 +401,7 @@ class Topology:
             if delivery_limit is not None:
                 arguments["x-delivery-limit"] = delivery_limit
             if dead_letter_to is not None:
-                # Both are required; RabbitMQ then keeps a message until the next queue has it:
+                # With both arguments, RabbitMQ keeps a message until the next queue has it:
                 # https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
                 arguments["x-dead-letter-strategy"] = "at-least-once"
                 arguments["x-overflow"] = "reject-publish"

@@ -21,7 +21,7 @@ class WarningLimit:
     """Lets the first few different warnings of a period through, and logs how many were left out.
 
     Attributes:
-        logger: Logs that number.
+        logger: Logs how many warnings were left out.
         what: The subject of the warnings, in the plural.
         every: The period, in seconds.
     """
@@ -34,11 +34,11 @@ class WarningLimit:
     _left_out: int = 0
 
     def allows(self, key: object = None) -> bool:
-        """Return whether to log a warning; count it if not.
+        """Return whether to log a warning; if not, count the warning.
 
         Args:
-            key: The warning's subject: a destination, or a reason. Each subject is logged once a
-                period.
+            key: The warning's subject: a destination, or a reason. Each subject is logged at most
+                once per period.
         """
         now = time.monotonic()
         if now - self._since >= self.every:

@@ -39,7 +39,7 @@ SLOW_FOR: Final = 10.0
 MAX_REMEMBERED: Final = 1000
 
 #: Whether a destination may get another message. If the destination is full, the message waits for
-#: an answer to an earlier one; if it is silent, the message goes back into the levels.
+#: an answer to an earlier message; if the destination is silent, it goes back into the levels.
 State: TypeAlias = Literal["ready", "full", "silent"]
 
 
@@ -49,7 +49,7 @@ class _Destination:
 
     Attributes:
         sent: The send time of every message in flight, the oldest first.
-        is_silent: Whether its last message timed out: it gets one message at a time.
+        is_silent: Whether its last message timed out; it then gets one message at a time.
         slow_until: Until when it is limited to :data:`MAX_UNANSWERED` messages in flight.
         limit: The maximum number of messages in flight; reset if the maximum was not reached
             lately.
@@ -65,7 +65,7 @@ class _Destination:
 
 @dataclass(eq=False, repr=False)
 class AnswerTimes:
-    """The messages in flight per destination, and the destinations that do not answer.
+    """Tracks the messages in flight per destination, and the destinations that do not answer.
 
     RabbitMQ confirms a message for a quorum queue once a majority of its replicas has the message.
     While a queue has no majority, RabbitMQ sends neither an ack nor a nack. A new connection does
@@ -107,8 +107,8 @@ class AnswerTimes:
         """Return the state of a destination: ready, full (at its limit) or silent (no answers).
 
         If the broker is slow for all destinations, answers come in the order of sending. So a
-        destination is silent if a message for another one, sent a second later, is answered
-        already. If the broker sends no answer at all for a second, any destination may be the
+        destination is silent if a message for another destination, sent a second later, has been
+        answered. If the broker sends no answer at all for a second, any destination may be the
         cause, so all destinations count as silent.
 
         Args:
@@ -152,9 +152,9 @@ class AnswerTimes:
 
     @property
     def overloaded(self) -> list[str]:
-        """How many destinations have more messages in flight than :data:`MAX_UNANSWERED`.
+        """The names of destinations with more than :data:`MAX_UNANSWERED` messages in flight.
 
-        If they are silent, the broker may stop reading from this connection.
+        If these destinations are silent, the broker may stop reading from this connection.
         """
         return [
             name

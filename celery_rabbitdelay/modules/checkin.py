@@ -1,7 +1,7 @@
 """Check-in, the ingest queue: puts messages with ``x-delay`` from any AMQP client into the levels.
 
 A message whose delay exceeds the levels' capacity goes to meditation, the overflow loop: it waits
-there for one capacity and returns to check-in. This module opens no connection.
+there for one capacity and returns to check-in. This file opens no connection.
 
 Unless clients are trusted, their tasks must not make a worker publish other messages. The message
 of a task can carry signatures of other tasks: callbacks, errbacks, a chain, a chord. The worker
@@ -65,7 +65,7 @@ NOT_TAKEN_OVER: Final = frozenset(
 #: The prefix of the names of Celery's own tasks. Some of these take signatures as arguments.
 CELERYS_OWN: Final = "celery."
 
-#: The largest body that is read, in bytes: decoded JSON takes 20 times as many in Python.
+#: The largest body that is read, in bytes: decoded JSON takes 20 times as much memory in Python.
 MAX_READ_BYTES: Final = 2**20
 
 _JSON: Final = "application/json"
@@ -98,7 +98,7 @@ def _spelled(word: str) -> bytes:
     return "".join(rf"(?:{char}|\\u00(?i:{ord(char):02x}))" for char in word).encode()
 
 
-#: A member ``task`` of an object.
+#: Matches a member ``task`` of a JSON object.
 _NAMES_TASK: Final = re.compile(rb'"%b"\s*:' % _spelled(_TASK))
 
 
@@ -214,7 +214,7 @@ def _check_fields(fields: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class CheckIn:
-    """Puts messages into the levels.
+    """Puts the messages of clients into the levels.
 
     Attributes:
         topology: The levels.
@@ -224,7 +224,7 @@ class CheckIn:
         trusts_clients: Whether a task may have callbacks, and everything else that
             :func:`checked_task` refuses.
         check_task: Returns whether a Celery worker may take a message for a task; raises
-            :class:`.UnprocessableMessage` if a worker could not read the task. None: there are no
+            :class:`.UnprocessableMessage` if a worker could not read the task. None if there are no
             workers.
     """
 
@@ -237,7 +237,7 @@ class CheckIn:
     def admit(self, message: amqp.Message) -> None:
         """Remove from a received message the headers that no client may set.
 
-        Otherwise check-in, or a reader of ``undeliverable``, might trust these headers.
+        Without the removal, check-in, or a reader of ``undeliverable``, might trust the headers.
         """
         headers = headers_of(message)
         if headers and not self._has_meditated(message):
@@ -269,7 +269,7 @@ class CheckIn:
     def _after_meditation(
         self, message: amqp.Message, given: dict[str, object], destination: str
     ) -> Outgoing:
-        """Convert a message from meditation, whose routing key is the destination, for publishing.
+        """Return the message to publish for a message from meditation.
 
         A message of a later version stays unopened and waits for the rest of its delay: every
         version has the same header for the due time and the same routing key in meditation (see

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 #: The maximum prefetch count of AMQP, a 16-bit number.
 MAX_PREFETCH: Final = 65_535
 
-#: Limit of the bytes of received messages that a module holds, and of the bytes that it has in
-#: flight. A single message may exceed it.
+#: The maximum bytes of received messages that a module holds, and the maximum bytes of messages
+#: that it has in flight. A single message may exceed the maximum.
 MAX_HELD_BYTES: Final = 64 * 2**20
 
 #: The memory of a message's headers in Python, as a multiple of their encoded bytes, at most
@@ -65,7 +65,7 @@ class Module:
     """A module that a worker serves.
 
     Attributes:
-        name: Its name.
+        name: The module's name.
         topology: The topology that its queue belongs to.
         queue: The queue.
         receive: Takes a message; returns the messages to publish for it.
@@ -104,7 +104,7 @@ class Received:
     Attributes:
         message: The message.
         outgoing: The messages to publish for it.
-        cost: The bytes of memory that it takes at most.
+        cost: The maximum bytes of memory that the message takes.
         held: The next message to publish, while it waits for its destination.
         waits_for: The destination of ``held``.
         pending: The number of messages in flight for it, plus one until ``outgoing`` is exhausted.
@@ -122,7 +122,7 @@ class Received:
 
 
 class HeldBytes:
-    """The bytes of a consumer's unacknowledged messages.
+    """Counts the bytes of a consumer's unacknowledged messages.
 
     RabbitMQ has no prefetch in bytes (https://www.rabbitmq.com/docs/specification). So the prefetch
     count is derived from the largest of the latest messages.
@@ -164,8 +164,8 @@ class Deliveries:
     If the held messages exceed the budget of bytes, more messages are requeued at once, and the
     consumer is cancelled until half of the budget is free. Then it consumes with a prefetch count
     that fits the largest of the latest messages, and raises the count once messages are smaller. To
-    raise it, the consumer is cancelled and created again: AMQP cannot change the prefetch count of
-    a consumer.
+    raise the count, the consumer is cancelled and created again: AMQP cannot change the prefetch
+    count of a consumer.
 
     Args:
         connection: An open connection.
@@ -268,7 +268,7 @@ class Deliveries:
             self.channel.basic_cancel(tag)
 
     def _received(self, message: amqp.Message) -> None:
-        """Hold, requeue, or reject (unread) a message that has arrived."""
+        """Hold, requeue or reject a message that has arrived."""
         module = self._module
         seen: wire.Seen = cast(Any, message).rabbitdelay_seen
         cost = len(message.body) + HEADER_EXPANSION * seen.properties_bytes
@@ -321,6 +321,6 @@ class Deliveries:
 
 
 def _unreadable(reason: str) -> Iterator[Outgoing]:
-    """Raise the error when the message is the next to be published."""
+    """Return an iterator that refuses an unreadable message when its turn comes."""
     raise UnprocessableMessage(reason)
     yield

@@ -1,6 +1,6 @@
 """Distribution: restores every due message, and publishes it to its final exchange.
 
-This module opens no connection; the addition that it asks may open one.
+This file opens no connection; the addition that it asks may open a connection.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Asked(Protocol):
     ) -> int | Sequence[bool] | None:
         """Return which messages of an envelope to publish, or until when the envelope waits.
 
-        None: publish all of them.
+        None means that all messages are published.
         """
 
     def note_arrived(self, note: WaitingMessage) -> Due | None:
@@ -70,7 +70,7 @@ class Distribution:
         topology: The levels that the messages come from.
         put_back: Returns the message to put back into the levels if it is early; see
             :class:`.EarlyMessages`.
-        asked: Decides about the messages of an envelope; None: all of them are published.
+        asked: Decides about the messages of an envelope; None to publish all of them.
         reach: The destinations that messages may go to.
         signing_keys: Verifies signatures; None to ignore signatures.
         is_signing_required: Whether messages without a valid signature are refused, if there are
@@ -113,8 +113,8 @@ class Distribution:
         key: str = (message.delivery_info or {}).get("routing_key", "")
         word, unrouted = key.rpartition(".")[2], None
         if word != DISTRIBUTION_WORD and self.topology.keys.digits(key) is not None:
-            # The queue that the message did not reach when it left the levels; empty if the key
-            # holds only a hash of the queue's name.
+            # The queue that the message did not reach when it left the levels; empty if the routing
+            # key holds only a hash of the queue's name.
             unrouted = decode_destination(word) or ""
         if unrouted is not None and self.topology.keys.has_no_digits(key):
             queue, delivery = unrouted or str(headers.queue), self.topology.delivery.name
@@ -304,8 +304,8 @@ def _refuse_other_than_key(word: str, named: object) -> None:
 def _named_by(headers: DelayHeaders) -> str | tuple[str, str | None] | None:
     """Return the destination in a message's headers: a queue, or an exchange and a routing key.
 
-    None without a destination. If the headers name a queue, their exchange and routing key are only
-    the destination of the task's retries, which the worker checks.
+    None if the headers have no destination. If the headers name a queue, their exchange and routing
+    key are only the destination of the task's retries, which the worker checks.
     """
     if headers.queue is not None or headers.exchange is None:
         return headers.queue

@@ -1,4 +1,4 @@
-"""The format of an envelope, one message that holds many: write and read it. Pure.
+"""Write and read envelopes: messages that hold many messages. Pure.
 
 The messages of an envelope share a destination and a due time, and so most of their headers and
 properties. The body of an envelope is one zlib stream (RFC 1950), with the preset dictionary
@@ -11,7 +11,7 @@ properties. The body of an envelope is one zlib stream (RFC 1950), with the pres
   the shared ones, and its body.
 
 A block is its length (4 bytes, big-endian), and that many bytes. JSON is UTF-8. JSON cannot express
-bytes, dates and decimals: a message with such a value in a header is sent by itself.
+bytes, dates and decimals: a message with such a value in a header is sent without an envelope.
 
 A hostile client may write an envelope in which zlib expands one byte to a thousand. So
 :class:`OpenedEnvelope` reads the envelope block by block, and never holds more than one message.
@@ -59,8 +59,8 @@ COMPRESSION: Final = 1
 #: The properties that a message in an envelope may have, in AMQP's order.
 _PROPERTIES: Final = tuple(name for name in MESSAGE_PROPERTIES if name != "application_headers")
 
-#: Maximum bytes of a block of headers and properties. These have to fit into a frame, of 131,072
-#: bytes by default, so no valid block is larger; decoded JSON takes 20 times as many in Python.
+#: Maximum bytes of a block of headers and properties. These have to fit into a frame (by default
+#: 131,072 bytes), so no valid block is larger. Decoded JSON takes 20 times as much memory.
 MAX_HEADER_BLOCK_BYTES: Final = 2**20
 
 #: The number of decompressed bytes, and of compressed bytes, per step.
@@ -74,9 +74,9 @@ class Item(NamedTuple):
     """A message in an envelope.
 
     Attributes:
-        body: Its body.
-        headers: Its own headers, which override the shared ones.
-        properties: Its own AMQP message properties, which override the shared ones.
+        body: The message's body.
+        headers: The message's own headers, which override the shared headers.
+        properties: The message's own AMQP properties, which override the shared properties.
     """
 
     body: bytes
@@ -93,7 +93,7 @@ class Item(NamedTuple):
         return length_prefixed(own) + length_prefixed(self.body)
 
     def properties_with(self, shared: Mapping[str, object]) -> dict[str, object]:
-        """Return the message's own and the shared AMQP properties; drop names unknown to AMQP."""
+        """Return the message's shared and own properties; drop names that AMQP does not define."""
         both = {**shared, **self.properties}
         return {name: both[name] for name in _PROPERTIES if name in both}
 
@@ -116,14 +116,14 @@ def packed(
 
 
 class OpenedEnvelope:
-    """A lazily read envelope.
+    """Reads the messages of an envelope one by one.
 
     Every iteration reads the messages again, and raises :class:`.InvalidEnvelope` at a message that
     cannot be read or exceeds a limit.
 
     Args:
-        body: The body of the message.
-        max_body_bytes: The largest body of a message in it.
+        body: The body of the envelope.
+        max_body_bytes: The largest body of a message in the envelope.
 
     Attributes:
         headers: The headers shared by all messages.

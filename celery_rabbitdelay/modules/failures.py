@@ -1,4 +1,4 @@
-"""Failures: retry, dead-letter or reject each message that a module cannot publish or read."""
+"""Retry, dead-letter or reject the messages that a module cannot publish or read."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class MissingExchanges:
     _missing: dict[str, float] = field(default_factory=dict)
 
     def why_missing(self, exchange: str, is_limited: bool = True) -> str | None:
-        """Return why nothing can be published to an exchange; None if it exists.
+        """Return why nothing can be published to an exchange; None if the exchange exists.
 
         A missing exchange is looked up again after a second. After :data:`MAX_MISSING` missing
         exchanges within a second, the broker is not asked about more names.
 
         Args:
-            exchange: Its name.
+            exchange: The exchange's name.
             is_limited: Whether the limit :data:`MAX_MISSING` applies, because a client may have
                 chosen the name.
         """
@@ -98,7 +98,7 @@ def no_exchange(exchange: str) -> str:
 
 @dataclass(eq=False, repr=False)
 class Forwarder:
-    """Turns messages into publications, and replaces every failed publication.
+    """Makes publications from messages, and replaces every failed publication.
 
     ==================================== ====================================================
     failure                              replaced by a publication to
@@ -232,7 +232,7 @@ class Forwarder:
         Args:
             received: The received message that it is published for.
             outgoing: The message.
-            reason: Why it cannot be delivered.
+            reason: Why the message cannot be delivered.
             undeliverable: The message for ``undeliverable``, if it exists already.
             error: An unexpected error, logged with its traceback.
         """
@@ -245,7 +245,7 @@ class Forwarder:
             self.module.topology, outgoing, reason, redriven
         )
         if outgoing.is_authentic:
-            # The module has accepted the original message, so this one may be redriven.
+            # The module has accepted the original message: sign its copy, so it can be redriven.
             refused = refused._replace(message=signed(refused.message, self.module.signing_keys))
         try:
             content = forwarding.encoded(refused, self.frame_max)
@@ -255,7 +255,7 @@ class Forwarder:
         return self._publication(received, refused, content)
 
     def refuse(self, received: Received, error: Exception) -> Publication:
-        """Return the publication of an unreadable message, unchanged.
+        """Return the publication of an unreadable message, which stays unchanged.
 
         The message goes to ``undeliverable``, or into the levels if a later version can read it.
 
@@ -326,7 +326,7 @@ class Forwarder:
     def _put_back(
         self, received: Received, outgoing: Outgoing, later: Outgoing, reason: str
     ) -> Publication:
-        """Return the publication of a retry; after the last retry, the one to ``undeliverable``."""
+        """Return the publication into the levels; to ``undeliverable`` after the last retry."""
         if later.reroute is None:
             return self.give_up(received, outgoing, reason, later)
         try:

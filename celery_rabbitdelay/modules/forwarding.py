@@ -96,7 +96,7 @@ def into_levels(
     Args:
         topology: The topology.
         message: The message, with all headers that its destination needs.
-        due: When it is due.
+        due: When the message is due.
         destination: The queue that gets the due message, or :data:`.DISTRIBUTION`.
     """
     task_id = message.task_id
@@ -128,12 +128,12 @@ def with_destination(outgoing: Outgoing, **changes: Any) -> WaitingMessage:
 
 
 def delayed_task(message: amqp.Message, destination: Destination, due_ms: int) -> WaitingMessage:
-    """Return a received task as a delayed one, as if its sender had delayed it.
+    """Convert a received task to a delayed task, as if its sender had delayed it.
 
     Args:
         message: The task's message, restored if it was delayed before.
         destination: The exchange and the routing key that its consumer sees.
-        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
+        due_ms: When the task is due, in milliseconds since 1970-01-01 UTC.
     """
     headers, _ = header_names.parse(messages.headers_of(message))
     others = {**headers.others, **({"eta": None} if "eta" in headers.others else {})}
@@ -193,7 +193,7 @@ def to_undeliverable(
     Args:
         topology: The levels, with the exchange of undeliverable messages.
         outgoing: The message, with its intended exchange and key.
-        reason: Why it cannot be delivered.
+        reason: Why the message cannot be delivered.
         redriven: How often the received message was redriven.
     """
     left = with_destination(outgoing, reason=reason, redriven=redriven)
@@ -202,7 +202,7 @@ def to_undeliverable(
 
 
 def without_headers(outgoing: Outgoing) -> Outgoing:
-    """Return a message for ``undeliverable`` without headers except the reason and the redrives."""
+    """Return a message for ``undeliverable`` whose headers are only its reason and its redrives."""
     headers = outgoing.message.headers
     kept = DelayHeaders(reason=headers.reason, redriven=headers.redriven)
     return Outgoing(outgoing.exchange, "", WaitingMessage(outgoing.message.body, {}, kept))
@@ -240,7 +240,7 @@ class EarlyMessages:
         """Return the due time of an early message; None if it is not early.
 
         Args:
-            headers: Its headers.
+            headers: The message's headers.
             what: Names the message for the log.
         """
         now_ms = wall_clock.ms()
@@ -255,7 +255,7 @@ class EarlyMessages:
         return now_ms + by_ms
 
     def put_back(self, message: WaitingMessage) -> Outgoing | None:
-        """Return an early message as it goes back into the levels; None if it is not early.
+        """Return the message that puts an early message back; None if it is not early.
 
         An envelope goes back as a whole. Body, headers and properties stay, and distribution gets
         the message again when it is due.
@@ -268,8 +268,8 @@ class EarlyMessages:
         )
         if until_ms is None:
             return None
-        # The delay was checked when the message came in. A due time too far ahead is forged: the
-        # message would go back into the levels forever.
+        # The delay was checked when the message came in, so a due time too far ahead is forged.
+        # Without this check, the message would go back into the levels forever.
         check_delay(header_names.DUE, until_ms, until_ms - wall_clock.ms() - DUE_SLACK_MS)
         return into_levels(self.topology, *waiting_on(self.topology, message, until_ms))
 
@@ -299,14 +299,14 @@ def waiting_on(
 def pause_ms(by_ms: int, topology: Topology) -> int:
     """Return how long to put back a message that is ``by_ms`` early, in milliseconds.
 
-    The smallest of ``by_ms``, :data:`MAX_PAUSE_MS` and the levels' capacity.
+    The result is the smallest of ``by_ms``, :data:`MAX_PAUSE_MS` and the levels' capacity.
     """
     return min(by_ms, MAX_PAUSE_MS, topology.layout.capacity_ms)
 
 
 #: The seconds before the first retry, and the later pauses as a fraction of the time since the
-#: first failure: a destination that was away for a minute gets its messages some 12 s after its
-#: return.
+#: first failure: a destination that was down for a minute gets its messages some 12 s after it is
+#: up again.
 PAUSES: Final = (1.0, 0.2)
 
 #: The pauses if other queues may already have the message, and get a copy with every retry.
@@ -327,9 +327,9 @@ class Redelivery:
     """Decides when a message is retried, and when it is undeliverable.
 
     Attributes:
-        topology: The levels that it waits in.
+        topology: The levels in which messages wait for their retries.
         seconds: How long a message is retried; 0 for no retries.
-        jitter: Returns a random number between two others.
+        jitter: Returns a random number between its two arguments.
         signing_keys: Signs the waiting message; None to leave it unsigned.
     """
 
@@ -377,7 +377,7 @@ class Redelivery:
         priority is added unless the message is signed: the signature covers that header, and this
         version cannot sign a message that it cannot read.
 
-        If the message is not due yet, it waits until it is, which does not count as an attempt.
+        If the message is not due yet, it waits until it is due, which does not count as an attempt.
         Every version has the same header for the due time.
 
         Args:
@@ -409,7 +409,7 @@ class Redelivery:
     def _again(
         self, former: Failures | None, reason: str, makes_copies: bool = False
     ) -> tuple[Failures, str, Due | None]:
-        """Return the failures after one more, the reason, and until when the message waits.
+        """Add a failure; return all failures, the reason, and the end of the message's next wait.
 
         Args:
             former: The earlier failures.
@@ -417,7 +417,7 @@ class Redelivery:
             makes_copies: Whether other queues get a copy with every retry.
 
         Returns:
-            The failures and the reason; and the time, which is None after the last retry.
+            The failures, the reason, and the end of the wait, which is None after the last retry.
         """
         now_ms = wall_clock.ms()
         failures = Failures(1, now_ms, reason)

@@ -21,7 +21,7 @@ from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.publishing.destination import bindings_of
 
 #: Maximum nesting of tables and arrays in the headers of a message. py-amqp reads and writes them
-#: recursively: some 300 levels raise a RecursionError in a worker.
+#: recursively: nesting some 300 tables raises a RecursionError in a worker.
 MAX_DEPTH: Final = 32
 
 #: Matches a name; returns None if the name does not match.
@@ -33,13 +33,13 @@ _CONTAINERS: Final = (dict, list, tuple)
 
 @dataclass(frozen=True)
 class AllowedDestinations:
-    """An immutable allow-list, so any thread may read it.
+    """An immutable list of allowed destinations, which any thread may read.
 
     Attributes:
         queues: The names of allowed queues, reached through the default exchange.
         exchanges: The names of allowed exchanges.
-        patterns: Glob patterns for the names of both: ``*`` matches any characters, ``?`` one.
-        never: The names of forbidden queues and exchanges; they take precedence.
+        patterns: Glob patterns for the names of allowed queues and exchanges.
+        never: The names of forbidden queues and exchanges, which take precedence.
         never_patterns: Glob patterns for forbidden names.
         is_list: Whether nothing else is allowed, because ``rabbitdelay_distribution_allowed`` is a
             list.
@@ -54,18 +54,18 @@ class AllowedDestinations:
 
     @classmethod
     def matching(cls, patterns: Iterable[str]) -> Self:
-        """Allow the queues and exchanges whose names match a pattern."""
+        """Make a list that allows the queues and exchanges whose names match a pattern."""
         return cls(patterns=tuple(patterns))
 
     @classmethod
     def of_queues(cls, queues: Iterable[Queue]) -> Self:
-        """Allow these queues, and the exchanges that they are bound to."""
+        """Make a list that allows these queues, and the exchanges that they are bound to."""
         queues = tuple(queues)
         sources = {source.name for queue in queues for source, _ in bindings_of(queue)}
         return cls(frozenset(queue.name for queue in queues), frozenset(sources - {""}))
 
     def also(self, patterns: Iterable[str]) -> Self:
-        """Allow names that match more patterns."""
+        """Return a copy that also allows the names that match these patterns."""
         return replace(self, patterns=(*self.patterns, *patterns))
 
     def includes(self, exchange: str, routing_key: str) -> bool:
@@ -130,14 +130,14 @@ ANYWHERE: Final = AllowedDestinations.matching(["*"])
 
 
 def where_in_words(exchange: str, routing_key: str) -> str:
-    """Return the name of a destination, for a reason."""
+    """Return the description of a destination for an error text."""
     return (
         f"the exchange {shortened(exchange)}" if exchange else f"the queue {shortened(routing_key)}"
     )
 
 
 def not_allowed(exchange: str, routing_key: str, why: str = "") -> str:
-    """Return the reason why distribution does not publish a message."""
+    """Return the error text for a message that distribution may not publish."""
     where = f"{where_in_words(exchange, routing_key)}{why}"
     return f"distribution may not reach {where}: see rabbitdelay_distribution_allowed"
 
@@ -147,7 +147,7 @@ def check_delay(what: str, value: object, delay_ms: int) -> None:
 
     Args:
         what: Where the delay comes from, such as the name of a header.
-        value: The value there, which the error shows.
+        value: The value from which the delay was read, shown in the error.
         delay_ms: The delay, in milliseconds.
 
     Raises:

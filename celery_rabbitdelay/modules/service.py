@@ -1,4 +1,4 @@
-"""The thread that serves a module: receives, publishes and acknowledges; reconnects."""
+"""The thread that serves a module: it receives, publishes and acknowledges, and reconnects."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 #: an envelope of many megabytes.
 UNPACKED_AT_ONCE: Final = 4
 
-#: The same maximum for messages of at most :data:`SMALL_BYTES`. It is higher, so that messages for
-#: a full destination do not hold up other messages.
+#: The maximum number of small messages (at most :data:`SMALL_BYTES`) that are unpacked in turns: a
+#: higher number, so that messages for a full destination do not hold up other messages.
 SMALL_UNPACKED_AT_ONCE: Final = 32
 SMALL_BYTES: Final = 16_384
 
@@ -46,12 +46,12 @@ MESSAGES_PER_TURN: Final = 100
 #: first pause, the increment, and the maximum, in seconds.
 NACK_PAUSES: Final = (0.1, 0.3, 3.0)
 
-#: Limit of the factor by which prefetch count and window grow while the broker answers nothing:
-#: all messages in flight may be for one silent destination, and the next messages for other
-#: destinations.
+#: The maximum factor by which prefetch count and window grow while the broker sends no answer. They
+#: grow because all messages in flight may be for one silent destination, and the next messages for
+#: other destinations.
 MAX_GROWTH: Final = 8
 
-#: Maximum frames read per iteration; a delivery has three.
+#: Maximum frames read per iteration; a delivery has three frames.
 FRAMES: Final = 300
 
 #: Seconds that the thread waits for a frame before it checks whether to stop.
@@ -113,7 +113,7 @@ class ModuleConsumer:
         #: The received messages that are unpacked in turns.
         self._unpacking: deque[Received] = deque()
         self._published = 0
-        #: The time since which all of these messages wait for full destinations.
+        #: The time since which all messages in ``_unpacking`` wait for full destinations.
         self._held_up_since: float | None = None
         self._forwarder = Forwarder(
             module, self._exists, self._wire.frame_max, service.answer_times
@@ -126,7 +126,7 @@ class ModuleConsumer:
         """Consume until the service stops.
 
         If the connection is blocked when the service stops, return at once: a resource alarm may
-        last for any time. The broker redelivers unfinished messages.
+        last indefinitely. The broker redelivers unfinished messages.
 
         Returns:
             Whether all received messages are settled.
@@ -173,7 +173,7 @@ class ModuleConsumer:
             self._loop.excuse(time.monotonic() - began)
 
     def _after_close(self, closed: ChannelError) -> None:
-        """Open another channel after the broker has closed the one that publishes."""
+        """Open a new channel after the broker has closed the channel that publishes."""
         former = self._loop.channel
         self._loop.channel_closed(closed)
         former.close(self._module.timeout)
@@ -183,7 +183,7 @@ class ModuleConsumer:
         self._loop.use(channel)
 
     def _grow(self, silent_for: float) -> None:
-        """Raise prefetch count and window to the module's values, then higher without answers.
+        """Raise prefetch count and window to the module's values; without answers, even higher.
 
         While messages are redelivered, the first raise waits until a message gets no answer.
         """
@@ -212,7 +212,7 @@ class ModuleConsumer:
                     break
                 unpacking.append(waiting.popleft())
             if waits >= len(unpacking):
-                # No message is left, or all of them wait for full destinations.
+                # No message is left, or all remaining messages wait for full destinations.
                 if not waits or not self._held_up():
                     return None
                 waits = 0
@@ -373,7 +373,7 @@ class ModuleService(Service):
         self.max_bytes = self.module.max_bytes
 
     def status(self) -> dict[str, object]:
-        """Return the counts of its messages."""
+        """Return the counts of the module's messages."""
         return self.module.statistics.status()
 
     @property

@@ -88,7 +88,7 @@ class ConfirmChannel:
     """A channel in confirm mode.
 
     Messages are written in batches. Do not use the channel after any exception, because the
-    broker's delivery tags may then differ from those counted here.
+    broker's delivery tags may then differ from the tags counted here.
 
     Args:
         connection: The connection of the channel; opened if needed.
@@ -198,7 +198,7 @@ class ConfirmChannel:
             self.read(NO_WAIT, sys.maxsize)
 
     def read(self, timeout: float, max_frames: int = 1) -> None:
-        """Read one frame of any channel, then all other frames that have arrived.
+        """Read one frame of any channel, then other frames that have already arrived.
 
         Args:
             timeout: Seconds to wait for the first frame.

@@ -1,11 +1,11 @@
 """Declaring, checking and deleting a topology on a broker, over any kombu connection.
 
-As a function::
+With functions::
 
     declare(connection, topology)
     bind_destination(connection, topology, "reports")
 
-As a hook, which declares the topology and binds a queue to it after kombu has declared the queue::
+With a hook, which declares the topology and binds a queue after kombu has declared the queue::
 
     Queue("reports", on_declared=on_declared(connection, topology))
 """
@@ -37,11 +37,11 @@ METHODS_PER_ANSWER: Final = 20
 
 
 def declare(connection: Connection, topology: Topology) -> None:
-    """Declare every exchange, queue and binding of a topology; existing ones are left alone.
+    """Declare every exchange, queue and binding of a topology; leave existing entities alone.
 
     Declaring the layout ``clock`` takes two to three seconds, declaring it again a tenth of that.
     :func:`declare_if_missing` declares only if the marker is missing. This function also clears the
-    connection's cache of declared entities, which may have been deleted since.
+    connection's cache of declared entities, some of which may have been deleted since.
 
     Args:
         connection: Any kombu connection to RabbitMQ; a new channel is opened and closed.
@@ -65,7 +65,7 @@ def declare(connection: Connection, topology: Topology) -> None:
 
 
 def declare_if_missing(connection: Connection, topology: Topology) -> None:
-    """Declare a topology unless its marker exists; checked once per connection.
+    """Declare a topology unless its marker exists; check only once per connection.
 
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
@@ -85,7 +85,7 @@ def check_complete(
     *,
     by_marker: bool = False,
 ) -> None:
-    """Check that a topology is complete; checked once per connection.
+    """Check that a topology is complete; check only once per connection.
 
     Operators may declare a topology without guard and marker, so these may be missing. Bindings
     cannot be checked: AMQP has no method for it. An exchange or queue that the user may not check
@@ -146,7 +146,7 @@ def exists_or_hidden(channel: Channel, exchange: str) -> bool:
         return all(kombu_internals.find_exchanges(channel, [exchange]))
     except AccessRefused as refused:
         if refused.method_sig != spec.Exchange.Declare:
-            raise  # for another channel of the connection
+            raise  # the error is for another channel of the connection
         return True  # py-amqp has reopened the channel
 
 
@@ -171,7 +171,7 @@ def is_complete(connection: Connection, topology: Topology) -> bool:
             )
         except NotFound as absent:
             if absent.method_sig not in (spec.Exchange.Declare, spec.Queue.Declare):
-                raise  # for another channel of the connection
+                raise  # the error is for another channel of the connection
             return False
     return True
 
@@ -316,7 +316,7 @@ def module_queues(topology: Topology) -> dict[str, Queue]:
 
 
 def unserved_modules(others: Mapping[str, Counts | None]) -> dict[str, int]:
-    """Return the modules with waiting messages that no worker serves, and the numbers of messages.
+    """Return the number of waiting messages of each module that no worker serves.
 
     Args:
         others: The counts of the module queues, as in :attr:`Backlog.others`.
@@ -330,7 +330,7 @@ def unserved_modules(others: Mapping[str, Counts | None]) -> dict[str, int]:
 
 
 def _by_digit(topology: Topology, messages: list[int]) -> dict[int, int]:
-    """Add up the shards' messages for each digit; the queues are in the order of shards."""
+    """Return the messages per digit, summed over all shards; ``messages`` is in shard order."""
     first = 0 if topology.layout.zeros == "queue" else 1
     each = len(messages) // topology.shards
     return {first + place: sum(messages[place::each]) for place in range(each)}
@@ -353,7 +353,7 @@ def bind_destination(connection: Connection, topology: Topology, queue_name: str
 
 
 def declare_destination(connection: Connection, topology: Topology, queue: Queue) -> None:
-    """Declare a topology and a queue, and bind the queue; done once per connection.
+    """Declare a topology and a queue, and bind the queue; only once per connection.
 
     An exclusive queue is not declared, because it would then belong to this connection. The queue
     is bound if it already belongs to this connection; otherwise its consumer has to bind it.
@@ -386,7 +386,7 @@ def on_declared(connection: Connection, topology: Topology) -> Callable[[str, in
 
     Args:
         connection: A connection to the broker. Every call opens a new connection with the same
-            parameters, so the hook may run in any thread while this one is in use.
+            parameters, so the hook may run in any thread while ``connection`` is in use.
         topology: The topology; declared unless its marker exists.
     """
 
@@ -428,7 +428,7 @@ def opened_channel(connection: Connection) -> Iterator[Channel]:
 
 
 def _pipeline(*methods: Callable[..., object]) -> None:
-    """Call methods of one channel; the broker answers every 20th, and the last.
+    """Call methods of one channel; wait for the answers to every 20th and to the last method.
 
     The broker executes the methods of a channel in order. If the broker refuses a method, it closes
     the channel and ignores the following methods, so the error at the next answer belongs to the

@@ -18,7 +18,7 @@ class Destination(NamedTuple):
     Attributes:
         queue: The queue that gets the message; None if the exchange chooses the queues.
         exchange: The exchange that the message would have been published to without a delay.
-        routing_key: The routing key that the message would have been published with.
+        routing_key: The routing key that the message would have had without a delay.
     """
 
     queue: Queue | None
@@ -38,8 +38,8 @@ def resolve(
 ) -> Destination:
     """Return the destination, with its queue if exactly one known queue matches.
 
-    Otherwise ``queue`` is None. Fanout and headers exchanges may have unknown queues: for these,
-    only the original queue of a retry is known.
+    Otherwise ``queue`` is None. Fanout and headers exchanges may have unknown queues, so for such
+    an exchange, only the original queue of a retry is used.
 
     Args:
         exchange: The exchange's name; empty for the default exchange, whose routing key is the
@@ -50,7 +50,7 @@ def resolve(
             queues match, but this process consumes from only one, the retry goes to that one.
         came_from: The name of the queue that a retried message came from, if known.
     """
-    # Every worker declares its own queue of a broadcast.
+    # Every worker declares its own queue for a broadcast.
     candidates = [each for each in candidates if not isinstance(each, Broadcast)]
     if not exchange:
         named = (each for each in candidates if each.name == routing_key)
@@ -89,7 +89,7 @@ def may_refuse(
 
     Args:
         queue: The queue, with its arguments.
-        patterns: Glob patterns of names: ``*`` matches any characters, ``?`` one.
+        patterns: Glob patterns of names: ``*`` matches any characters, ``?`` any one character.
         connection: A connection to the broker; it is not opened.
     """
     arguments = declared_arguments(queue)

@@ -1,6 +1,6 @@
 """Functions around private and undocumented parts of kombu and py-amqp.
 
-If kombu changes such a part, tests/kernel/unit/test_upstream.py names it.
+If kombu changes such a part, tests/kernel/unit/test_upstream.py fails with the part's name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ else:
 #: The options of :func:`serialized`.
 SERIALIZING: Final = ("serializer", "content_type", "content_encoding", "compression")
 
-#: The bytes that the brotli decoder gets at a time.
+#: The number of bytes that are passed to the brotli decoder at a time.
 _GIVEN_TO_BROTLI: Final = 8
 
 #: The number of passive declarations that are sent before their answers are read. An answer has
@@ -90,11 +90,11 @@ def _ask_in_batches(
     layout: str,
     *types: str,
 ) -> list[tuple[Any, ...] | None]:
-    """Declare passively; return the arguments of each answer, None for NOT_FOUND.
+    """Declare entities passively; return the arguments of each answer, None for NOT_FOUND.
 
-    If an object is missing, the broker closes the channel and ignores the following declarations.
-    py-amqp reopens the channel before it raises the error, and the ignored declarations are sent
-    again: first one, then ever larger batches, because further objects are probably missing.
+    If an entity is missing, the broker closes the channel and ignores the following declarations.
+    py-amqp reopens the channel before it raises the error. The ignored declarations are then sent
+    again in batches that grow from one, because further entities are probably missing.
     """
     answers: list[tuple[object, ...] | None] = []
     size = PASSIVE_BATCH
@@ -145,8 +145,8 @@ def serialized(
 def decompressed_size(body: bytes, name: str, most: int) -> int:
     """Return the decompressed size of a body; counting stops at ``most + 1``.
 
-    0 for a compression that the application has registered itself. The body is not trusted: an
-    unknown compression or an invalid body raises errors of many kinds.
+    Return 0 for a compression that the application has registered itself. The body is not trusted:
+    an unknown compression or an invalid body raises errors of many kinds.
 
     Args:
         body: The body.
@@ -202,7 +202,7 @@ CONNECT_TIMEOUT: Final = 5.0
 
 
 def connect(connection: Connection, deadline: float | None = None) -> None:
-    """Open a connection unless it is open, to the first broker of its list that answers.
+    """Open a connection, unless it is open, to the first broker of its list that answers.
 
     Args:
         connection: The connection.

@@ -1,6 +1,6 @@
-"""A message that waits, its bytes, and a message in flight. Pure.
+"""Waiting messages, encoded messages, and messages in flight. Pure.
 
-All modules convert a :class:`WaitingMessage`; :class:`Content` has the bytes that are sent; a
+The modules transform a :class:`WaitingMessage`; :class:`Content` has the bytes that are sent; a
 :class:`Publication` is a message in flight, with its outcome.
 """
 
@@ -58,7 +58,7 @@ class WaitingMessage(NamedTuple):
 
     @classmethod
     def of(cls, message: amqp.Message, headers: DelayHeaders) -> Self:
-        """Return a received message with parsed headers."""
+        """Convert a received message, and set its parsed headers."""
         properties = dict(message.properties)
         for name in DROPPED_PROPERTIES:
             properties.pop(name, None)
@@ -66,7 +66,7 @@ class WaitingMessage(NamedTuple):
 
     @classmethod
     def unopened(cls, message: amqp.Message) -> Self:
-        """Return a received message that is passed on unchanged."""
+        """Convert a received message that is passed on unchanged."""
         return cls.of(message, unopened(headers_of(message)))
 
     @property
@@ -102,8 +102,8 @@ class WaitingMessage(NamedTuple):
 def body_of(message: amqp.Message) -> bytes:
     """Return a message's body as the bytes that are sent or were received; never raises.
 
-    py-amqp encodes a text, and decodes a received body, by the ``content_encoding``, which is not
-    trusted: an empty body is a text whatever the encoding, and not every encoding can be reversed.
+    py-amqp encodes a text, and decodes a received body, with the untrusted ``content_encoding``. An
+    empty body is a text whatever the encoding, and decoding cannot always be reversed.
     """
     body: str | bytes = message.body
     if isinstance(body, bytes):
@@ -123,7 +123,7 @@ class Content(NamedTuple):
     """A message as bytes.
 
     Attributes:
-        properties: The properties and headers, after the flags of the properties that are set.
+        properties: The flags of the properties that are set, then the properties and headers.
         body: The body.
     """
 
@@ -151,7 +151,7 @@ class Content(NamedTuple):
 
 
 def encoded(properties: Mapping[str, object]) -> bytes:
-    """Encode the properties of a message, after the flags of the properties that are set.
+    """Encode the properties of a message: first the flags of the set properties, then the values.
 
     The result equals py-amqp's, and takes half the time.
 
@@ -216,7 +216,7 @@ _short_name: Final = lru_cache(maxsize=512)(short_string)
 
 
 def _item(value: Any) -> bytes:
-    """Encode a header's value, after its type."""
+    """Encode the type and the value of a header."""
     kind = type(value)
     if kind is str:
         text: bytes = value.encode("utf-8", "surrogatepass")
@@ -240,12 +240,12 @@ class SharedProperties:
     """Encodes the properties of messages that differ in a few headers and in the correlation id.
 
     Shared properties are encoded only once. py-amqp would encode all properties of every message,
-    which takes more time than all other steps of a copy's publishing.
+    which takes more time than all other steps of publishing a copy.
 
     Args:
         headers: The headers that all messages share.
-        properties: The other properties. If there is a correlation id, every message has its own
-            instead.
+        properties: The other properties. If they include a correlation id, it is replaced by each
+            message's own.
     """
 
     def __init__(self, headers: Mapping[str, object], properties: Mapping[str, object]) -> None:
@@ -297,7 +297,7 @@ class Publication:
     Attributes:
         exchange: The exchange of the last attempt.
         routing_key: The routing key of the last attempt.
-        error: Why the broker has not confirmed the message; None if it has.
+        error: Why the broker has not confirmed the message; None if there is no error.
         resent: The number of resends.
         deadline: When to give up, by :func:`time.monotonic`. The publish loop sets it for all
             attempts together, a module for a single attempt.
@@ -305,7 +305,7 @@ class Publication:
             source then publishes a replacement. Other messages are not affected.
         redeclared: Whether the topology was declared again because the message was returned.
         unanswered: Whether an attempt was written but not answered before the connection was lost
-            or the timeout.
+            or the timeout passed.
         suspected: Whether the message was in flight when the broker closed the channel for another
             message: the broker may have accepted the messages before that one.
     """

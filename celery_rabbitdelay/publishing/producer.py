@@ -34,7 +34,7 @@ class Delayed(NamedTuple):
     Attributes:
         message: The message.
         destination: The name of the queue that gets the due message, or :data:`.DISTRIBUTION`.
-        task_id: Selects the shard.
+        task_id: The task's id, which selects the shard.
         queue: The destination queue; None if the exchange routes the message.
     """
 
@@ -57,7 +57,7 @@ class DelayedProducer(Producer):
         publisher: Publishes the messages; :meth:`publish`, without a delay, uses its connection.
         topology: The levels.
         timeout: The timeout of a message in seconds, including connecting, declaring and resends.
-        may_declare: Whether a missing topology is declared; otherwise it is an error.
+        may_declare: Whether a missing topology is declared; if False, it is an error.
         modules: The names of the modules that workers serve; see ``rabbitdelay_modules``. A kombu
             program does not serve modules itself.
         may_refuse: Patterns for names of queues that may refuse a message, with ``*`` and ``?``. If
@@ -71,7 +71,7 @@ class DelayedProducer(Producer):
         signing_keys: The keys that sign every message; None to leave messages unsigned.
 
     Attributes:
-        added_headers: Other headers of every message, such as those of :data:`.REGISTRY`.
+        added_headers: Other headers of every message, such as the headers in :data:`.REGISTRY`.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class DelayedProducer(Producer):
     ) -> None:
         """Publish a message that reaches ``destination`` when it is due, never before.
 
-        The destination's queue is declared and bound first, so no consumer needs to have run. The
-        consumer of an exclusive queue has to declare and bind it.
+        The destination's queue is declared and bound first, so no consumer needs to have run. Only
+        an exclusive queue has to be declared and bound by its consumer.
 
         Args:
             body: The body, as for :meth:`kombu.Producer.publish`.
@@ -135,8 +135,8 @@ class DelayedProducer(Producer):
                 than workers accept.
             NeedsDistribution: ``modules`` lacks distribution, and either no single known queue
                 matches, or the priority is above 4 and the levels are quorum queues.
-            PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
-            TopologyIncomplete: The topology is missing, and must not be declared.
+            PublishError: The broker did not confirm the message; see :meth:`Publisher.publish`.
+            TopologyIncomplete: The topology is missing, and ``may_declare`` is False.
         """
         due = due if isinstance(due, Due) else Due.after(due)
         delayed = self.delayed_message(body, destination, due, **options)
@@ -154,13 +154,13 @@ class DelayedProducer(Producer):
 
         Args:
             delayed: The message.
-            due: When it is due.
+            due: When the message is due.
             policy: The timeout and the resends.
             declare: As for :meth:`publish_delayed`.
 
         Raises:
-            PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
-            TopologyIncomplete: The topology is missing, and must not be declared.
+            PublishError: The broker did not confirm the message; see :meth:`Publisher.publish`.
+            TopologyIncomplete: The topology is missing, and ``may_declare`` is False.
         """
         publication = Publication.of(delayed.message.amqp(), partial(self.address, delayed, due))
         self.publisher.publish(publication, policy, **self.declarations(delayed.queue, declare))
@@ -255,7 +255,7 @@ class DelayedProducer(Producer):
                 queue, self.may_refuse, self.publisher.connection
             )
             name = DISTRIBUTION if refuses else queue.name
-        # Without CC and BCC: modules refuse a message that names further destinations.
+        # Drop CC and BCC: modules refuse a message that names further destinations.
         others = {
             name: value
             for name, value in headers.others.items()
@@ -321,6 +321,6 @@ class DelayedProducer(Producer):
         else:
             declaration.declare_destination(connection, self.topology, queue)
         for entity in further:
-            # Every worker declares its own queue of a broadcast.
+            # Every worker declares its own queue for a broadcast.
             declared = entity.exchange if isinstance(entity, Broadcast) else entity
             maybe_declare(declared, connection.default_channel)

@@ -1,10 +1,10 @@
 """The publish loop, which keeps many messages in flight until each has its outcome.
 
-In a publisher, an iterator supplies the messages; in a module, a consumer does. The loop keeps the
-window full and resends nacked messages after a pause. For a returned message, it declares the
-topology again. It gives up messages after their timeout, and finds the message that made the broker
-close the channel. The loop uses one channel at a time; after a lost connection, its owner opens the
-next channel.
+In a publisher, an iterator supplies the messages; in a module, a consumer supplies them. The loop
+keeps the window full and resends nacked messages after a pause. For a returned message, it declares
+the topology again. It gives up on messages after their timeout, and finds the message that made the
+broker close the channel. The loop uses one channel at a time; after a lost connection, its owner
+opens the next channel.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ RESENDS: Final = None
 #: Default pauses before resends, in seconds: the first pause, the increment, and the maximum.
 BACKOFF: Final = (0.0, 0.2, 1.0)
 
-#: The random part of a pause, so that producers that lost the same node do not reconnect at the
-#: same instant.
+#: The fraction of a pause that is random, so that producers that lost the same node do not
+#: reconnect at the same instant.
 JITTER: Final = 0.25
 
-#: Minimum seconds before the second resend and later ones, for any backoff: a port that refuses
-#: connections answers thousands of times a second.
+#: Minimum seconds before the second resend and every later resend, for any backoff: a port that
+#: refuses connections answers thousands of times a second.
 MIN_PAUSE: Final = 0.01
 
 
@@ -75,9 +75,9 @@ class PublishPolicy(NamedTuple):
             connections. None for no limit except the timeout.
         backoff: The seconds before the first resend, the increment, and the maximum.
         window: The maximum number of messages in flight.
-        reconnects: The maximum number of attempts to connect after a failed attempt; together they
-            take at most the connection's ``connect_timeout``. None for no limit except ``resends``
-            and the timeout.
+        reconnects: The maximum number of attempts to connect after a failed attempt. All attempts
+            together take at most the connection's ``connect_timeout``. None for no limit except
+            ``resends`` and the timeout.
     """
 
     timeout: float = 30.0
@@ -152,11 +152,11 @@ class PublishLoop:
         self._redeclare = redeclare
         self._must_redeclare = False
         self._channel: ConfirmChannel | None = None
-        #: Messages to send before new ones of the source, mostly resends, with their time, the
-        #: earliest first.
+        #: Messages to send before new messages from the source, mostly resends, and when to send
+        #: each message; the earliest first.
         self._queued: deque[tuple[float, Publication]] = deque()
-        #: The number of messages still to be resent one at a time, to find the one that made the
-        #: broker close the channel.
+        #: The number of messages still to be resent one at a time, to find the message that made
+        #: the broker close the channel.
         self._suspects_left = 0
         #: Whether the last call of the source returned no message.
         self._source_is_empty = False
@@ -201,7 +201,7 @@ class PublishLoop:
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the last progress while unblocked messages are in flight, else 0."""
+        """Seconds since the last progress; 0 if no message is in flight or the broker blocks."""
         channel = self.channel
         if not channel.unconfirmed or channel.blocked is not None:
             return 0.0
@@ -209,7 +209,7 @@ class PublishLoop:
 
     @property
     def next_waiting(self) -> Publication:
-        """The message that is sent next; one must be queued."""
+        """The message that is sent next; at least one message must be queued."""
         return self._queued[0][1]
 
     def send_first(self, publication: Publication) -> None:
@@ -275,7 +275,7 @@ class PublishLoop:
         After a :class:`MayPass`, the message is sent again. A module declares nothing.
 
         Args:
-            declare: The declaration; None: nothing to declare.
+            declare: The declaration; None if there is nothing to declare.
             publication: The message.
             again: Whether to repeat a declaration that was made on the same connection.
         """
@@ -299,7 +299,7 @@ class PublishLoop:
         return False
 
     def flush(self) -> None:
-        """Write the sent messages; every :data:`READ_EVERY` seconds, read answers."""
+        """Write the channel's batch; read the broker's answers every :data:`READ_EVERY` seconds."""
         channel, now = self.channel, time.monotonic()
         channel.flush(self._time_to_write())
         if now >= self._read_at:
@@ -307,7 +307,7 @@ class PublishLoop:
             self._read_at = time.monotonic() + READ_EVERY
 
     def _time_to_write(self) -> float:
-        """Seconds until the deadline of the oldest message."""
+        """Return the seconds until the deadline of the oldest message."""
         left, oldest = self.policy.timeout, self._oldest
         if oldest is not None:
             left = min(left, oldest.deadline - time.monotonic())
@@ -379,7 +379,7 @@ class PublishLoop:
             self.check_time()
 
     def check_time(self) -> None:
-        """Give up the messages whose deadline has passed.
+        """Give up on the messages whose deadline has passed.
 
         Raises:
             ConfirmTimeout: The broker has settled no message within the timeout.
@@ -488,7 +488,7 @@ class PublishLoop:
         exist, the topology is declared again first.
 
         Returns:
-            The message, with its error; None if it is not found yet.
+            The message, with its error; None if the message is not found yet.
 
         Raises:
             amqp.exceptions.ChannelError: The channel was not closed because of a message.
@@ -522,9 +522,9 @@ class PublishLoop:
         return culprit
 
     def fail_all(self, error: exceptions.RabbitDelayError) -> None:
-        """Finish all queued messages with an error or its copy.
+        """Finish all queued messages with an error.
 
-        The copy has the opposite ``may_have_arrived``, for messages to which that value applies.
+        A message with another ``may_have_arrived`` gets a copy of the error with its own value.
         """
         error.may_have_arrived |= any(each.may_have_arrived for _, each in self._queued)
         errors = {error.may_have_arrived: error}

@@ -1,4 +1,4 @@
-"""Publishing one or many messages, until the broker has confirmed them.
+"""Publish one or many messages, and wait until the broker has confirmed them.
 
 The connection is opened when needed, and dropped when its state is in doubt.
 """
@@ -47,7 +47,7 @@ PASSING_REASONS: Final = re.compile(
 
 
 class Publisher:
-    """Publishes over one connection, and waits for the confirms. For one thread at a time.
+    """Publishes over one connection, and waits for the confirms; not thread-safe.
 
     Args:
         connection: A kombu connection to RabbitMQ over py-amqp; opened on first use, and again
@@ -72,8 +72,8 @@ class Publisher:
     ) -> None:
         """Publish a message and return once the broker has confirmed it.
 
-        After a lost connection, the message is sent again on a new one, and the broker may then
-        have it twice. After an error, treat the message as not sent; the error's
+        After a lost connection, the message is sent again on a new connection, and the broker may
+        then have it twice. After an error, treat the message as not sent; the error's
         ``may_have_arrived`` is True if the broker may have the message.
 
         Args:
@@ -92,7 +92,7 @@ class Publisher:
                 temporary.
             ConfirmTimeout: No confirm within the policy's ``timeout``.
             ConnectionBlocked: The broker blocked the connection until the ``timeout``.
-            ConnectionLost: The connection could not be opened or broke, and so did all resends.
+            ConnectionLost: The connection could not be opened or broke, and all resends failed too.
         """
         self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
         if publication.error is not None:
@@ -107,7 +107,7 @@ class Publisher:
         redeclare: Declaration | None = None,
         done: Callable[[Publication], None] | None = None,
     ) -> None:
-        """Publish messages, many of them in flight, and return once each has its outcome.
+        """Publish messages, many in flight at a time; return once every message has its outcome.
 
         Errors of ``publications`` or ``done`` are raised unchanged. Messages in flight then have no
         outcome, and the broker may have accepted them. No message's timeout includes the time spent
@@ -123,8 +123,8 @@ class Publisher:
 
         Raises:
             RabbitDelayError: Nothing can be published any more, or the topology cannot be declared.
-                All messages that were taken and have no outcome get this error; no other messages
-                were taken.
+                All messages that were taken and have no outcome get this error; no more messages
+                are taken.
         """
         source = partial(next, iter(publications), None)
         Run(self, source, policy, declare=declare, redeclare=redeclare, done=done).go_on()
@@ -154,7 +154,7 @@ class Publisher:
         kombu_internals.drop_connection(self.connection)
 
     def close_channel(self) -> None:
-        """Close the channel; the connection stays open for others."""
+        """Close the channel; the connection stays open for other users."""
         channel, self._channel = self._channel, None
         if channel is not None:
             # All messages are settled, so a failed close does no harm.
@@ -170,7 +170,7 @@ class Publisher:
             self.close_channel()
 
     def give_up(self, error: exceptions.RabbitDelayError) -> None:
-        """Give up the messages in flight, and leave the connection fit for the next caller.
+        """Give up on the messages in flight, and leave a connection that the next caller can use.
 
         Late answers must not count for the next caller's messages, so the connection is dropped.
         The publisher's own connection is kept while the broker blocks it: the broker does not
@@ -184,13 +184,12 @@ class Publisher:
 
 
 class Run(publish_loop.PublishLoop):
-    """The publish loop on one connection after another.
+    """Runs the publish loop on one connection after another.
 
     Args:
         publisher: The publisher whose connection is used.
         source: Returns the next message, or None if there is no message at present.
-        policy: The same as in :meth:`Publisher.publish_all`, and so are ``declare``, ``redeclare``
-            and ``done``.
+        policy: As for :meth:`Publisher.publish_all`, like ``declare``, ``redeclare`` and ``done``.
     """
 
     def __init__(
@@ -219,7 +218,8 @@ class Run(publish_loop.PublishLoop):
 
         Raises:
             RabbitDelayError: Nothing can be published any more, or the topology cannot be declared;
-                all messages have this error. After any other exception, they have no outcome.
+                all messages have this error. After any other exception, the messages have no
+                outcome.
         """
         # Drop the connection if interrupted: late confirms must not count for the next caller.
         with publish_loop.unwrap_callers_errors(), kombu_internals.conversation(self._connection):
@@ -279,7 +279,7 @@ class Run(publish_loop.PublishLoop):
             raise TimeoutError(NOT_DECLARED) from slow
         except self._connection.channel_errors as refused:
             if isinstance(refused, ChannelError) and refused.method_sig == spec.Basic.Publish:
-                raise  # because of a message in flight
+                raise  # a message in flight made the broker close the channel
             kinds = exceptions.DeclarationRefused, exceptions.DeclarationNotPermitted
             error = error_of(refused, publication.address(), *kinds)
             if isinstance(refused, NotFound) and PASSING_REASONS.search(str(refused)):
@@ -349,11 +349,11 @@ class Run(publish_loop.PublishLoop):
 
 @dataclass(eq=False, repr=False)
 class Pipeline:
-    """Writes every message at once, and reads its confirm later. For one thread at a time.
+    """Writes every message at once, and reads its confirm later; not thread-safe.
 
     Attributes:
         publisher: The publisher; nothing else may use it while messages are in flight.
-        redeclare: The same as in :meth:`.Publisher.publish_all`, without the messages'
+        redeclare: As for :meth:`.Publisher.publish_all`; does not declare the messages'
             destinations.
         done: Called with each message that is confirmed or has an error. The function must not
             raise errors or publish.
@@ -381,7 +381,7 @@ class Pipeline:
                 confirmed first.
 
         Raises:
-            RabbitDelayError: The message already has this error.
+            RabbitDelayError: The message could not be published.
         """
         if self._run is not None and self._run.policy != policy:
             self.confirm()
@@ -407,7 +407,7 @@ class Pipeline:
             self._run = None
 
     def _excuse(self, run: Run) -> None:
-        """Extend all deadlines by the time of the caller's own work, which reads no answers."""
+        """Extend all deadlines by the time of the caller's own work: no answers were read then."""
         away = time.monotonic() - self._left_at
         if away >= publish_loop.READ_EVERY:
             run.excuse(away)
@@ -422,7 +422,7 @@ class Pipeline:
             for publication in list(self._open):
                 reason = f"interrupted before the broker confirmed the message: {interrupt!r}"
                 publication.error = exceptions.PublishError(*publication.address(), reason)
-                # This holds even if no byte of the message was written.
+                # The value is True even if no byte of the message was written.
                 publication.error.may_have_arrived = bool(publication.routing_key)
                 self._finish(publication)
             raise
@@ -455,8 +455,8 @@ class PublisherPool:
     def _begin(self) -> None:
         """Fill the pool with publishers that are not connected.
 
-        In a forked process, the parent's publishers are dropped without closing them, because that
-        would end the parent's connections.
+        In a forked process, the parent's publishers are dropped without closing them, because
+        closing would end the parent's connections.
         """
         clones = [self.connection.clone() for _ in range(self._limit or 0)]
         self._publishers = [Publisher(each, is_alone=True) for each in clones]
@@ -472,7 +472,7 @@ class PublisherPool:
             timeout: Seconds to wait for a free publisher; None for no limit.
 
         Raises:
-            NoPublisherFree: All publishers were in use for that long.
+            NoPublisherFree: All publishers were in use for ``timeout`` seconds.
         """
         if not self._limit:
             with closing(Publisher(self.connection.clone(), is_alone=True)) as publisher:

@@ -17,7 +17,7 @@ from amqp.exceptions import AccessRefused, PreconditionFailed
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.topology import Topology
 
-#: The broker's reply; see :data:`.UNNAMED_PERMISSION`.
+#: The broker's reply if a permission is missing; see :data:`.UNNAMED_PERMISSION`.
 _REPLY: Final = re.compile(
     r"(?:(?P<permission>configure|write|read) )?access to (?P<kind>queue|exchange|topic) "
     r"'(?P<name>.*?)' (?:in exchange '(?P<exchange>.*?)' )?in vhost '(?P<vhost>.*?)' "
@@ -25,9 +25,9 @@ _REPLY: Final = re.compile(
     re.DOTALL,
 )
 
-#: The permission that a method needs on a queue or an exchange, for brokers that do not name it. To
-#: declare a new queue or exchange, a user also needs read permission on it and write permission on
-#: its dead-letter or alternate exchange.
+#: The permission that a method needs on a queue or an exchange, for brokers whose reply does not
+#: name the permission. To declare a new queue or exchange, a user also needs read permission on it
+#: and write permission on its dead-letter or alternate exchange.
 _NEEDED: Final[Mapping[tuple[tuple[int, int], str], str]] = {
     (spec.Exchange.Declare, "exchange"): "configure, read or write",
     (spec.Queue.Declare, "queue"): "configure or read",
@@ -50,8 +50,8 @@ def missing_permission(refused: BaseException) -> exceptions.MissingPermission |
     """Return the permission whose absence made the broker refuse a method.
 
     Returns:
-        None if the broker has refused the method for another reason, or if its reply, of at most
-        255 bytes, is cut off before the user's name.
+        The permission. None if the broker has refused the method for another reason, or if its
+        reply, of at most 255 bytes, is cut off before the user's name.
     """
     if not isinstance(refused, AccessRefused):
         return None
@@ -94,7 +94,7 @@ def error_of(
     kind: Callable[[str, str, str], exceptions.PublishError],
     not_permitted: Callable[[exceptions.MissingPermission, str, str, str], exceptions.PublishError],
 ) -> exceptions.PublishError:
-    """Return the error of a message after the broker refused a method for it.
+    """Return the error of a message for which the broker refused a method.
 
     Args:
         refused: The broker's error.
@@ -137,7 +137,7 @@ def conflict_explained(topology: Topology) -> Iterator[None]:
 
 
 def conflict_with(topology: Topology, reply: str) -> exceptions.LayoutConflict:
-    """Return the error for a refusal, with advice that fits it.
+    """Return the error for a refused declaration, with advice that fits the broker's reply.
 
     Args:
         topology: The topology that could not be declared.

@@ -34,8 +34,8 @@ SIGNED_PROPERTIES: Final = ("correlation_id", "message_id")
 #: Stands for a missing value.
 _NOTHING: Final = "-"
 
-#: The headers that the registry uses, in the order of the signature: its own, and Celery's headers
-#: that identify a task and its attempt.
+#: The headers that the registry uses, in the order of the signature: the registry's own headers,
+#: then Celery's headers that identify a task and its attempt.
 _ASKED_WITH: Final = (*sorted(REGISTRY), "id", "retries", "replaced_task_nesting")
 
 
@@ -43,7 +43,7 @@ class SigningKeys:
     """One or more keys: the first key signs, and a signature by any of the keys is valid.
 
     Args:
-        keys: A key, or several. A text counts as its UTF-8 bytes.
+        keys: A key, or several keys. A text is encoded in UTF-8.
 
     Raises:
         InvalidSigningKey: No key is given, or a key has fewer than :data:`MIN_KEY_BYTES` bytes.
@@ -85,7 +85,7 @@ class SigningKeys:
     ) -> bool:
         """Return whether a message has a valid signature; never raises.
 
-        The arguments are those of :meth:`signature`.
+        The arguments are the same as for :meth:`signature`.
         """
         signed = _signed(body, properties, headers)
         if headers.signature is None or signed is None:
@@ -97,7 +97,7 @@ class SigningKeys:
 
 
 def signed(message: WaitingMessage, keys: SigningKeys | None) -> WaitingMessage:
-    """Return a message, signed if there are keys."""
+    """Sign a message if there are keys; return the message."""
     return message if keys is None else keys.sign(message)
 
 

@@ -65,10 +65,10 @@ Settlement: TypeAlias = tuple[int, int, int]
 
 ACK: Final[Settlement] = (60, 80, 0)
 
-#: The broker dead-letters the message.
+#: Rejects a message: the broker dead-letters it.
 REJECT: Final[Settlement] = (60, 90, 0)
 
-#: The message goes back to its queue. This is ``basic.nack``, which py-amqp cannot send; see
+#: Requeues a message. This is ``basic.nack``, which py-amqp cannot send; see
 #: :data:`.ONLY_REJECT_COUNTS`.
 REQUEUE: Final[Settlement] = (60, 120, 2)
 
@@ -85,7 +85,7 @@ Frame: TypeAlias = tuple[int, int, bytes]
 def publish_frames(
     channel: int, exchange: str, routing_key: str, content: Content, frame_max: int
 ) -> bytes:
-    """Return the frames that publish a message, mandatory.
+    """Return the frames that publish a message with the flag ``mandatory``.
 
     Args:
         channel: The channel's number.
@@ -142,10 +142,10 @@ def settle_frames(
 
 
 class Wire:
-    """The socket of an open connection, read and written frame by frame.
+    """Reads and writes the socket of an open connection, frame by frame.
 
     Args:
-        connection: A kombu connection by py-amqp; opened if needed.
+        connection: A kombu connection over py-amqp; opened if needed.
 
     Attributes:
         frame_max: The largest frame, in bytes.
@@ -237,7 +237,7 @@ class Wire:
 
     @contextmanager
     def all_answers_by(self, deadline: float) -> Iterator[None]:
-        """Limit all waits for answers on this connection together.
+        """Limit the total time of all waits for answers on this connection.
 
         Args:
             deadline: The end of the waits, on the clock of :func:`time.monotonic`.
@@ -295,7 +295,7 @@ class Seen(NamedTuple):
 
     Attributes:
         properties_bytes: The size of the properties, with the headers.
-        unreadable: Why the message cannot be read; None if it can be.
+        unreadable: Why the message cannot be read; None if it can be read.
         marks: The headers that were added to an unreadable message.
         skipped_bytes: The size of a body that was dropped because it is too large; None otherwise.
     """
@@ -327,8 +327,8 @@ def read_unreadable_properties(connection: Connection, max_bytes: int | None = N
 def _frame_handler(
     connection: Any, callback: Callback, max_bytes: int | None = None
 ) -> Callable[[Frame], bool]:
-    #: By channel, for the message that arrives there: the facts from its frames, and the number of
-    #: bytes of its body still to be dropped.
+    #: By channel, about the message that is arriving on it: the facts from the message's frames,
+    #: and the number of bytes of its body that are still to be dropped.
     seen: dict[int, Seen] = {}
     to_drop: dict[int, int] = {}
 
@@ -391,7 +391,7 @@ def _readable_names(method: tuple[int, int], payload: bytes) -> tuple[bytes, str
     """Make the exchange and the routing key in a method's arguments readable.
 
     Returns:
-        The arguments, and a description of the problem; None if there was none.
+        The arguments, and a description of the problem, which is None if there was no problem.
     """
     if method == _DELIVER:
         begin = 14 + payload[4]  # after the consumer tag, the delivery tag and a bit

@@ -39,9 +39,9 @@ ItemT = TypeVar("ItemT")
 class BatchThread(ABC, Generic[ItemT]):
     """A thread that waits for servers, so that the worker's event loop need not wait.
 
-    Items that arrive during a batch make up the next batch. The thread passes actions that only the
-    event loop may run to the loop, and wakes it by a socket. With gevent and eventlet, the thread
-    is a greenlet.
+    Items that arrive during a batch make up the next batch. Actions that only the event loop may
+    run are queued for the loop, and a socket wakes it. With gevent and eventlet, the thread is a
+    greenlet.
 
     Args:
         consumer: The worker's consumer, on one connection.
@@ -97,7 +97,7 @@ class BatchThread(ABC, Generic[ItemT]):
         self._waking.close()
 
     def act(self, action: Action, is_acknowledgement: bool = False) -> None:
-        """Let the event loop run an action soon; called in any thread."""
+        """Let the event loop run an action soon; any thread may call this method."""
         actions = self._acknowledgements if is_acknowledgement else self._actions
         actions.append(action)
         if self._consumer.hub is None:
@@ -123,11 +123,11 @@ class BatchThread(ABC, Generic[ItemT]):
         """Work on items; called in the thread."""
 
     def own_work_in(self) -> float:
-        """Return after how many seconds to call :meth:`work` even without items."""
+        """Return the seconds after which to call :meth:`work` even without items."""
         return math.inf
 
     def gather_for(self, first: int) -> float:
-        """Return how many seconds to wait for more items after the first items."""
+        """Return the seconds to wait for more items after the first items."""
         return 0.0
 
     def _run(self) -> None:
@@ -135,7 +135,7 @@ class BatchThread(ABC, Generic[ItemT]):
         while not self._is_stopping:
             try:
                 work()
-            except Exception:  # the thread has to live on
+            except Exception:  # the thread must not end
                 logger.exception("%s: a batch failed; the thread continues.", self.name)
             work = partial(self.work, self._next_batch())
 
@@ -178,7 +178,7 @@ def _do_all(actions: deque[Action]) -> None:
         action = actions.popleft()
         try:
             action()
-        except Exception:  # the caller goes on with its other actions
+        except Exception:  # the caller continues with its other actions
             logger.exception(
                 "rabbitdelay worker: handling a delayed task failed; RabbitMQ redelivers its "
                 "message once the worker reconnects or stops."

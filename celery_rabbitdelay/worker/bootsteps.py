@@ -152,7 +152,7 @@ class DelayLevels(RabbitMQStep):
     def start(self, consumer: Consumer) -> None:
         """Declare missing levels and queues; Celery calls this on every new connection.
 
-        All errors end the worker.
+        Every error ends the worker.
 
         Raises:
             InvalidSetting: A ``rabbitdelay_*`` setting is invalid.
@@ -167,7 +167,7 @@ class DelayLevels(RabbitMQStep):
         declaration.bind_own_queues(consumer.connection)
 
     def stop(self, consumer: Consumer) -> None:
-        """Record a lost connection; Celery calls this also when the worker ends."""
+        """Record a lost connection; Celery also calls this when the worker ends."""
         consumer.controller.rabbitdelay_declaration.connection_lost()
 
 
@@ -190,7 +190,7 @@ class RestoreTasks(RabbitMQStep):
         if not isinstance(consumer.strategies, RestoringStrategies):
             takeover = consumer.app.rabbitdelay.settings.takeover
             consumer.strategies = RestoringStrategies(consumer, takeover, Origins(consumer))
-        # This is needed even without takeover: a task may leave the levels before it is due.
+        # The thread is needed even without takeover: a task may leave the levels before it is due.
         strategies = consumer.strategies
         strategies.early_tasks = EarlyTasks(consumer)
         strategies.early_tasks.start()
@@ -217,10 +217,10 @@ def _refuse(consumer: Consumer, message: Message, error: Exception) -> None:
         early_tasks.refuse_unrunnable(message, error)
 
 
-#: The prefetch counts of the modules. Distribution's is lower: a message may be an envelope.
+#: The prefetch counts of the modules; lower for distribution, whose messages may be envelopes.
 PREFETCH: Final = {CHECK_IN: 1000, DISTRIBUTE: 300}
 
-#: The heartbeat of the services' connections, in seconds. Both sides consider a connection as lost
+#: The heartbeat of the services' connections, in seconds. Both sides consider a connection lost
 #: after two silent intervals, and the messages on it wait until then. RabbitMQ's documentation
 #: recommends 5 to 20 (https://www.rabbitmq.com/docs/heartbeats#heartbeats-timeout).
 HEARTBEAT: Final = 20

@@ -46,7 +46,7 @@ def conf(state: object, with_defaults: bool = False, **options: object) -> dict[
 
 
 class RabbitMQStep(bootsteps.StartStopStep):
-    """A bootstep of a worker or of its consumer, left out where the broker is not RabbitMQ."""
+    """A bootstep of a worker or of its consumer, included only if the broker is RabbitMQ."""
 
     def include_if(self, parent: Worker | Consumer) -> bool:
         """Return whether the application uses the levels."""

@@ -1,4 +1,4 @@
-"""Check a client's task at check-in, and guard workers on its arrival.
+"""Check a client's task at check-in, and guard a worker when the task arrives.
 
 A worker builds a request from a task's message in its main process, and evaluates parts of it
 later: when it holds the task, takes a slot of its pool, and starts the task. Celery does not expect
@@ -68,7 +68,7 @@ class CeleryRequests:
     """Builds Celery's request from the message of a client, without side effects.
 
     Args:
-        app: The application, for its request class; it need not know the tasks.
+        app: The application, for its request class; the application need not know the tasks.
     """
 
     def __init__(self, app: DelayingCelery) -> None:
@@ -141,7 +141,7 @@ def check_request(request: Request) -> None:
         Exception: The error that Celery would raise.
     """
     for seconds in request.time_limits:
-        # A timer is set.
+        # Celery sets a timer for each time limit.
         if seconds and not math.isfinite(time.monotonic() + seconds):
             raise InvalidTaskError(f"the time limit {seconds} is not finite")
     _, _, embed = request._payload  # which a pool's child reads
@@ -216,7 +216,7 @@ def guard_pool(worker: Worker, refuse: Refuse) -> None:
     """Refuse a delayed task that the pool cannot accept, and free its slot.
 
     Celery passes a task to the pool when its message arrives, when its rate limit or its ``eta``
-    allows the task, or when another task frees a slot. Each time, it calls ``_process_task``.
+    allows the task, or when another task frees a slot. Each time, Celery calls ``_process_task``.
 
     Args:
         worker: The worker, which has a pool but no consumer yet.
@@ -242,7 +242,7 @@ def guard_pool(worker: Worker, refuse: Refuse) -> None:
         else:
             return
         if worker.semaphore is not None:
-            # Free the slot later, because that starts the next waiting task within this call.
+            # Free the slot later: freeing it now would start the next waiting task in this call.
             worker.hub.call_soon(worker.semaphore.release)
 
     apply = worker.pool.on_apply

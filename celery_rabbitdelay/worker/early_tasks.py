@@ -53,7 +53,7 @@ Place: TypeAlias = Literal["levels", "paused", "undeliverable", "bare"]
 
 ItemT = TypeVar("ItemT")
 
-#: The queue that has to exist, if any; the message; and the exchange and key to publish it with.
+#: The queue that has to exist, if any; the message; and the function that returns its address.
 ToPublish: TypeAlias = tuple[kombu.Queue | None, amqp.Message, Address]
 
 
@@ -63,7 +63,7 @@ class Early:
 
     Attributes:
         message: The message.
-        ack: Acknowledges it: the function that Celery passes to a strategy.
+        ack: Acknowledges the message: the function that Celery passes to a strategy.
         destination: The queue that it was consumed from; the message's exchange and routing key.
         until: The end of the wait.
         due_ms: The due time for its new header, in milliseconds since 1970-01-01 UTC.
@@ -72,7 +72,8 @@ class Early:
         hold: Called if the levels do not accept the task: lets the worker hold it, or asks the
             registry again. None to retry publishing.
         why: Why this worker cannot run the task; empty if the task is only early.
-        place: Where it goes. A task of a later version goes into the levels with a ``why``.
+        place: Where the message goes. A task of a later version has a ``why``, and goes into the
+            levels.
         is_held: Whether the prefetch count is raised for the task, because the task stays
             unacknowledged.
     """
@@ -92,12 +93,12 @@ class Early:
 def waiting_task(
     message: Message, destination: Destination, due_ms: int, most: int
 ) -> WaitingMessage:
-    """Return a received and restored task as a message to publish again.
+    """Convert a received and restored task to a message that can be published again.
 
     Args:
-        message: Its message.
+        message: The task's message.
         destination: The exchange and the routing key that its consumer sees.
-        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
+        due_ms: When the task is due, in milliseconds since 1970-01-01 UTC.
         most: The maximum size of a compressed body after decompression, in bytes.
 
     Raises:
@@ -117,7 +118,7 @@ def publish_each(
     settled: Callable[[ItemT, Exception | None], None],
     resends: int | None,
 ) -> None:
-    """Publish one message per item. Raises nothing.
+    """Publish one message per item; never raises.
 
     Args:
         delays: The ``app.rabbitdelay``.
@@ -249,7 +250,7 @@ class EarlyTasks(BatchThread[Early]):
 
         Args:
             delivery: The task's message, as Celery has passed it.
-            waited: Its parsed headers.
+            waited: The message's parsed headers.
             until_ms: The end of the wait, in milliseconds since 1970-01-01 UTC.
             due_ms: The task's new due time, in the same unit.
             otherwise: Called in the event loop if the levels do not accept the task.
@@ -328,7 +329,7 @@ class EarlyTasks(BatchThread[Early]):
         self.give(Early(message, ack, destination, Due.after(0), why=why))
 
     def _due_by_eta(self, message: Message, body: object) -> Due | None:
-        """Return when a task is due by its ``eta``; None unless that is more than a tick ahead."""
+        """Return when a task is due by its ``eta``; None unless it is more than a tick ahead."""
         eta = message.headers.get("eta")
         if eta is None:
             # Protocol 1, or a mixture with protocol 2: Celery's strategies also read the body.
@@ -418,14 +419,14 @@ class EarlyTasks(BatchThread[Early]):
         return message, None, until
 
     def _settled(self, early: Early, error: Exception | None) -> None:
-        """Acknowledge a replaced message; retry a failed one, or let the worker hold it."""
+        """Acknowledge a replaced message; if its replacement failed, retry, or hold the task."""
         if error is None:
             acknowledge = partial(self.acknowledge, early.ack)
             self.act(partial(self._finish, early, acknowledge), is_acknowledgement=True)
         elif early.hold is None:
             self._try_refused_again(early, error)
         elif isinstance(error, exceptions.InvalidDelay) and is_ours(early.message):
-            # The eta is too far ahead: a held task would use up one of the prefetch count.
+            # The eta is too far ahead: a held task would take up a slot of the prefetch count.
             why = f"it cannot wait until its eta: {error}"
             self.act(
                 partial(self._finish, early, partial(self.refuse, early.message, early.ack, why))
@@ -454,8 +455,8 @@ class EarlyTasks(BatchThread[Early]):
     def _try_refused_again(self, early: Early, error: Exception) -> None:
         """Retry publishing a task that this worker cannot run, if necessary without its headers.
 
-        The task's headers may leave no room in a frame for those of this package, or the broker may
-        refuse them.
+        The task's headers may leave no room in a frame for this package's headers, or the broker
+        may refuse the headers.
         """
         if _is_permanent(error) and early.place != "bare":
             text = "Cannot publish %s with its headers; it goes to undeliverable without them: %s"
@@ -472,7 +473,7 @@ class EarlyTasks(BatchThread[Early]):
     def _try_again(self, early: Early, seconds: float) -> None:
         """Retry a message; raise the prefetch count, as Celery does for a task that it holds.
 
-        The message stays unacknowledged, and would use up one of the prefetch count.
+        The message stays unacknowledged, and would take up a slot of the prefetch count.
         """
         if not early.is_held:
             early.is_held = True
@@ -496,7 +497,7 @@ def _task_named(message: Message) -> str:
 def _is_permanent(error: Exception) -> bool:
     """Return whether a message can never be published, because AMQP or RabbitMQ refuses it.
 
-    False if the user lacks a permission, which an operator can grant.
+    A missing permission is not permanent, because an operator can grant it.
     """
     if isinstance(error, exceptions.PermissionMissing):
         return False

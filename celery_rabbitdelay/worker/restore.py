@@ -53,8 +53,8 @@ class Origins:
 
     Celery publishes a retry of a task to the task's origin, and a client that may publish into the
     levels can forge the headers. So a worker accepts only an origin that distribution may publish
-    to, and with a signing key, only a signed one. The origin of any other message is the queue that
-    it was consumed from.
+    to, and with a signing key, only a signed origin. Instead of any other origin, the worker uses
+    the queue that the message was consumed from.
 
     Args:
         consumer: The worker's consumer.
@@ -69,7 +69,7 @@ class Origins:
     def checked(
         self, message: Message, headers: DelayHeaders, exchange: str, routing_key: str
     ) -> tuple[str, str]:
-        """Return the exchange and the key for retries: the given origin if it is acceptable."""
+        """Return the exchange and key for retries: the given origin, or else the task's queue."""
         queue = name_of_queue(self._consumer, message) or ""
         if (exchange, routing_key) == ("", queue):
             return exchange, routing_key
@@ -91,8 +91,8 @@ class Origins:
     def is_forged(self, message: Message, headers: DelayHeaders) -> bool:
         """Return whether a message has headers for the registry without a valid signature.
 
-        By such a message, a client that may publish into the levels could make the registry discard
-        the real message of a task.
+        With such a message, a client that may publish into the levels could make the registry
+        discard the real message of a task.
         """
         return bool(headers.registry) and not self._is_signed(message, headers)
 
@@ -123,12 +123,12 @@ class Decisions(Protocol):
 
         Args:
             delivery: The task's message, restored, as Celery has passed it.
-            waited: Its parsed headers.
+            waited: The message's parsed headers.
         """
 
 
 class RestoringStrategies(dict[str, Strategy]):
-    """The execution strategies of a worker's consumer, which get restored messages.
+    """Passes restored messages to the execution strategies of a worker's consumer.
 
     Celery sets the strategies again on every connection, and when the pool is restarted.
 
@@ -192,8 +192,8 @@ class RestoringStrategies(dict[str, Strategy]):
         origins = self._origins
         waited = restore(message, origins)
         if waited is None:
-            # Otherwise, a retry, or the message that is put back, would pass these headers on with
-            # a signature.
+            # Drop this package's headers: a retry, or a message that is put back, would otherwise
+            # pass them on with a signature.
             header_names.drop_own(message.headers)
         elif origins is not None and origins.is_forged(message, waited):
             if self.early_tasks is not None:
@@ -239,8 +239,8 @@ def restore(message: Message, origins: Origins | None = None) -> DelayHeaders | 
 
     The message gets the exchange and the routing key that it would have had without a delay: Celery
     publishes a retry to them. The broker's dead-letter headers are removed. The due time and the
-    queue stay readable in ``task.request.headers``. Sentry's time in the queue begins at the due
-    time. A message from distribution already has the right exchange and routing key, unless a
+    queue stay readable in ``task.request.headers``. Sentry counts the time in the queue from the
+    due time. A message from distribution already has the right exchange and routing key, unless a
     worker has put the message back into the levels: then distribution has published it to one queue
     through the default exchange.
 
@@ -249,7 +249,7 @@ def restore(message: Message, origins: Origins | None = None) -> DelayHeaders | 
         origins: Checks the exchange and the routing key in the headers; None to accept all.
 
     Returns:
-        Its parsed headers; None if it was not delayed.
+        The message's parsed headers; None if the message was not delayed.
     """
     given: dict[str, Any] = message.headers
     if not given or header_names.DUE not in given:
