@@ -34,7 +34,7 @@ class LazyCommands(shared.Commands):
 def _is_there(name: str) -> bool:
     try:
         return find_spec(additions.commands[name].partition(":")[0]) is not None
-    except ModuleNotFoundError:  # its package is missing as well
+    except ModuleNotFoundError:  # its whole package is missing
         return False
 
 

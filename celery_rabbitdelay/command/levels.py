@@ -27,7 +27,7 @@ from celery_rabbitdelay.publishing import declaration
 def declare(with_queues: bool, dry_run: bool, **options: object) -> None:
     """Declare the levels on the broker, and list what was missing."""
     topology = shared.topology(options)
-    # Each worker has its own exclusive queues, and a queue of its own for a broadcast.
+    # Each worker declares its own exclusive queues, and its own queue for a broadcast.
     queues = [
         queue
         for queue in (shared.app().amqp.queues.values() if with_queues else ())
@@ -133,7 +133,7 @@ def explain(
         "capacity_ms": layout.capacity_ms,
         "meditations": meditations,
         "published": {"exchange": published.exchange, "routing_key": published.routing_key},
-        # Above the capacity, check-in publishes the message there after meditation.
+        # Above the capacity, check-in publishes the message to this exchange after meditation.
         "entered": {"exchange": entered.exchange, "routing_key": entered.routing_key},
         "stops": stops,
         "delivery": topology.delivery.name,
@@ -162,7 +162,7 @@ def _lines(found: dict[str, Any], has_checkin: bool) -> Iterator[str]:
     if found["meditations"] and not has_checkin:
         yield "rabbitdelay_modules lacks 'check-in': this application's producers refuse the delay"
     yield ""
-    rows = [("stop", "queue", "waits", "goes on to")]
+    rows = [("stop", "queue", "waits", "next exchange")]
     for number, stop in enumerate(found["stops"], start=1):
         times = f"{stop['times']:,} x " if stop["times"] > 1 else ""
         waits = f"{times}{duration_text(stop['ttl_ms'])}"

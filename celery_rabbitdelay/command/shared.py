@@ -46,7 +46,7 @@ def _flag(*names: str, key: str, text: str) -> _Decorator:
     )
 
 
-#: Spelled as in Celery's own commands; see :func:`as_json`.
+#: The flag is spelled as in Celery's own commands; see :func:`as_json`.
 _json_option: Final = _flag("-j", "--json", key=_JSON, text="Print one JSON object.")
 
 traceback_option: Final = _flag(
@@ -182,7 +182,7 @@ POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
 
 def answer(found: Mapping[str, object], lines: Iterable[str]) -> None:
-    """With ``--json``, print the object as JSON; otherwise, print the lines.
+    """Print the object as JSON if ``--json`` is given; otherwise, print the lines.
 
     Args:
         found: The object. Instants become ISO 8601, and other types that JSON lacks become text.
@@ -265,7 +265,7 @@ def first_of(names: Sequence[str], most: int = 5) -> str:
 
 @contextmanager
 def broker() -> Iterator[Connection]:
-    """Connect to the broker of producers, which may differ from that of consumers.
+    """Connect to the producers' broker, which may differ from the consumers' broker.
 
     The command ends with one line if the broker cannot be reached or refuses a request.
 
@@ -289,7 +289,7 @@ def checked_connection(connection: Callable[[], Connection], what: str) -> Conne
     try:
         made = connection()
         is_rabbitmq = isinstance(made.transport, pyamqp.Transport)
-        # If a password contains "/", its end is taken for the virtual host.
+        # If a password contains "/", kombu takes the rest of the password as the virtual host.
         is_well_formed = bool(made.userid) or "@" not in (made.virtual_host or "")
     except (KeyError, ImportError):  # kombu has no such transport, or lacks its library
         is_rabbitmq, is_well_formed = False, True
@@ -365,7 +365,7 @@ def topology_options(start: str = "") -> _Decorator:
     """Return the options that describe another topology, for :func:`topology`.
 
     Args:
-        start: The beginning of their names, such as "from-".
+        start: The beginning of the options' names, such as "from-".
     """
     whose = "source's" if start else "levels'"
     return options(

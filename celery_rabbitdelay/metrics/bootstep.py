@@ -1,4 +1,4 @@
-"""The bootstep that serves a worker's metrics and health, and its own instruments."""
+"""Serves a worker's metrics and health, and observes the worker's own instruments."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class ServeMetrics(RabbitMQStep):
         logger.info("rabbitdelay metrics: serving http://%s:%s/metrics.", host, port)
 
     def _close(self, **signal: object) -> None:
-        # Do not do this in ``stop``, because the pool may still be finishing long tasks.
+        # ``stop`` would be too early, because the pool may still be finishing long tasks.
         signals.worker_shutdown.disconnect(self._close, sender=signal["sender"])
         self._at_end.close()
 
@@ -197,7 +197,7 @@ def with_health(metrics: WSGIApplication, worker: Worker) -> WSGIApplication:
 
 
 def why_not_consuming(worker: Worker) -> str:
-    """Return why a worker consumes no tasks; empty if it does. Callable from any thread."""
+    """Return why a worker consumes no tasks; empty if it consumes. Any thread may call this."""
     consumer = getattr(worker, "consumer", None)
     connection = getattr(consumer, "connection", None)
     if connection is None or not connection.connected:
@@ -209,7 +209,7 @@ def why_not_consuming(worker: Worker) -> str:
 
 
 def why_not_ready(worker: Worker) -> str:
-    """Return why a worker cannot take or send tasks, or ask the registry; empty if it can."""
+    """Return why a worker cannot take or send tasks, or ask the registry; empty if it is ready."""
     delays = worker.app.rabbitdelay
     reason = why_not_consuming(worker) or (BLOCKED if delays.is_blocked() else "")
     asked = delays.part(additions_of) if delays.available else ()

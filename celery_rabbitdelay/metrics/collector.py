@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: The present value of an instrument that is observed, with its labels.
 Sample: TypeAlias = tuple[Instrument, Labels, float]
 
-#: Looks up the instruments that are observed.
+#: Returns the present values of all observed instruments.
 Observe: TypeAlias = Callable[[], Iterable[Sample]]
 
 #: The maximum number of combinations of label values of one metric. More combinations count as
@@ -33,8 +33,8 @@ MAX_SERIES: Final = 2000
 #: The value of all labels in a combination beyond the maximum, or too long for a pipe.
 OTHER: Final = "(other)"
 
-#: The maximum bytes, without the length before them, that a pipe accepts atomically, that is,
-#: without mixing them with bytes of another process.
+#: The maximum size of a message, without its length prefix, that a pipe accepts atomically: the
+#: bytes do not mix with the bytes of another process.
 MAX_BYTES: Final = PIPE_BUF - 4
 
 #: Seconds that a stopping worker waits for the counts that are still in the pipe.
@@ -42,7 +42,7 @@ PATIENCE: Final = 1.0
 
 
 class Metrics:
-    """The metrics of this process, counted from the first access to this attribute.
+    """The metrics of this process, counted from the first use of ``app.rabbitdelay.metrics``.
 
     The object is a collector of ``prometheus_client``:
     ``REGISTRY.register(app.rabbitdelay.metrics)`` adds it to the metrics that a process already
@@ -66,7 +66,7 @@ class Metrics:
         self._series: defaultdict[Instrument, set[Labels]] = defaultdict(set)
         self.children: ChildCounts | None = None
         self._parent: ChildCounts | None = None
-        # Never unregistered: an application lives as long as its process.
+        # This hook is never unregistered: an application lives as long as its process.
         os.register_at_fork(after_in_child=self._after_fork)
 
     def __call__(self, values: Mapping[Instrument, float], *labels: str) -> None:
@@ -122,7 +122,7 @@ class Metrics:
         return labels
 
     def _after_fork(self) -> None:
-        # The counts and the source are still those of the parent process.
+        # The counts and the source still belong to the parent process.
         self._source = tuple
         self._series.clear()
         self._prometheus = _prometheus_metrics()
@@ -134,10 +134,10 @@ class Metrics:
 class ChildCounts:
     """A pipe through which the processes of a worker's pool send their counts to the worker.
 
-    A count is written at once and in one piece, so that nothing is lost when a process is killed.
-    A pipe leaves no file behind. The multiprocess mode of ``prometheus_client`` needs a folder and
-    an environment variable that is set before its import, and would write the user's own metrics to
-    files as well.
+    A count is written at once and in one piece, so that nothing is lost when a process is killed. A
+    pipe leaves no file behind. The multiprocess mode of ``prometheus_client`` needs a folder and an
+    environment variable that is set before its import, and would also write the user's own metrics
+    to files.
 
     A full pipe blocks the process until the worker reads, like the pipe with the pool's results.
     Make the pipe before the processes are forked.
@@ -216,7 +216,7 @@ class HasMetrics:
         Raises:
             ImportError: The package ``prometheus-client`` is missing.
         """
-        listeners = self._delays.recorder.listeners  # they outlive a reset, as this object does not
+        listeners = self._delays.recorder.listeners  # unlike this object, listeners outlive a reset
         with _FIRST_USE:
             found = next((each for each in listeners if isinstance(each, Metrics)), None)
             if found is None:

@@ -32,7 +32,7 @@ TOKEN_TYPE: Final = "rabbitdelay-probe-token"  # noqa: S105 - no password
 #: The name of the route through all levels, used like the name of a level.
 ROUTE: Final = "route"
 
-#: Levels per round; with the route and the token, a round has ten messages.
+#: The number of levels per round; with the route and the token, a round has ten messages.
 LEVELS_PER_ROUND: Final = 8
 
 #: The longest wait of a probe in a level, in milliseconds. In the queue of a larger digit, a probe
@@ -53,8 +53,8 @@ class Probe(NamedTuple):
     Attributes:
         level: The level's name, or :data:`ROUTE`.
         due: When the probe has to arrive, in seconds of :func:`time.monotonic`.
-        behind: The queue in which a message ahead of it would hold it up; None if all messages of
-            its queue wait equally long.
+        behind: The queue in which an earlier message would hold up the probe; None if all messages
+            of the queue wait equally long.
     """
 
     level: str
@@ -205,7 +205,7 @@ class ProbeService(Service):
                 continue
             del self._sent[probe_id]
             counts = find_queues(asking, [behind])[0] if behind else None
-            # With more messages in its queue, the probe may have ended up behind one of them.
+            # If its queue has more messages, the probe may be waiting behind another message.
             if counts is None or counts[0] <= 1:
                 if self.late.get(level, 0.0) < self.missing_after:
                     logger.error(

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: The errors if a server cannot be reached, or refuses.
+#: The errors if a server cannot be reached, or refuses a request.
 AWAY: Final = (OperationalError, AMQPError, OSError, RabbitDelayError)
 
 #: Seconds for the broker to confirm the end of a connection.
@@ -41,7 +41,7 @@ class Reading(NamedTuple, Generic[_T]):
     """The result of a query to a server.
 
     Attributes:
-        value: The result of the last successful query; None without one.
+        value: The result of the last successful query; None if no query has succeeded yet.
         taken: When that query succeeded.
         error: Why the latest query failed; None if it succeeded.
     """
@@ -55,7 +55,7 @@ class Readings(Generic[_T]):
     """Caches a reading of a server; the first caller after the period starts a new query.
 
     One query runs at a time, in its own thread. The caller that starts the query waits for its end.
-    All other callers get the previous reading; before the first reading, they wait as well.
+    All other callers get the previous reading; before the first reading, they also wait.
 
     Args:
         look: Queries the server.
@@ -140,7 +140,7 @@ class Broker:
     """
 
     def __init__(self, connection: Connection, timeout: float) -> None:
-        # Heartbeats are off, because nothing sends them between two questions.
+        # Heartbeats are off, because nothing sends heartbeats between two questions.
         self.connection = connection.clone(heartbeat=0)
         self._timeout = timeout
 

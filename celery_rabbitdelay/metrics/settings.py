@@ -27,5 +27,5 @@ class MetricsSettings(SettingsGroup):
     """The setting of the metrics."""
 
     #: The TCP port on which a worker serves its metrics to Prometheus, on 127.0.0.1 unless an
-    #: address precedes the port, as in "0.0.0.0:9808". None: no metrics are served.
+    #: address precedes the port, as in "0.0.0.0:9808". None to serve no metrics.
     metrics_port: Annotated[int | str | None, _METRICS_PORT] = None

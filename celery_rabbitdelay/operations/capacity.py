@@ -20,15 +20,15 @@ DISK: Final = 1000
 RECEIVED_US: Final = 96
 STOP_US: Final = 270
 
-#: The bytes of the arguments that Celery repeats in the header ``argsrepr``, at most.
+#: The maximum bytes of the arguments that Celery repeats in the header ``argsrepr``.
 REPEATED: Final = 1024
 
 #: The factor by which a replicated message costs each of its nodes more processor time.
 REPLICATED: Final = 1.45
 
-#: Bytes of memory, once messages are written into segments: of an envelope, or of a message if
-#: there are few; of a message if there are many, and then of all queues together. New messages use
-#: up to twice as much.
+#: Bytes of memory, once messages are written into segments: for an envelope, or for a message if
+#: few messages wait; for a message if many wait, plus the bytes for all queues together. New
+#: messages use up to twice as much.
 FEW_MEMORY: Final = 1000
 MEMORY: Final = 420
 QUEUES_MEMORY: Final = 42_000_000
@@ -57,7 +57,7 @@ class Load(NamedTuple):
         rate: How many tasks are sent, and come due, per second.
         per_message: How many tasks an envelope holds on average; 1 without envelopes.
         argument_bytes: The size of the tasks' arguments in bytes, beyond a number or two.
-        longest: The longest delay, in seconds. All delays up to it are equally frequent.
+        longest: The longest delay, in seconds. All delays up to the longest are equally frequent.
     """
 
     tasks: float
@@ -71,12 +71,12 @@ class Capacity(NamedTuple):
     """The resources that a load needs.
 
     Attributes:
-        messages: The waiting messages.
+        messages: The number of waiting messages.
         stops: The mean number of queues in which a message waits.
         replicas: The number of replicas of a queue.
-        disk_bytes: Disk per node.
-        memory_bytes: Memory per node.
-        cores: Busy cores per node.
+        disk_bytes: Bytes of disk per node.
+        memory_bytes: Bytes of memory per node.
+        cores: The number of busy cores per node.
         busiest_rate: The messages per second that pass the busiest queue, without shards.
         shards: The number of shards that the rate needs.
     """
@@ -170,7 +170,7 @@ _number: Final = shared.ParameterType("number", _count)
         type=shared.seconds_type,
         default="7d",
         show_default=True,
-        help="The longest delay; all shorter ones are as frequent.",
+        help="The longest delay; all shorter delays are as frequent.",
     ),
 )
 @shared.topology_options()

@@ -18,25 +18,25 @@ from celery_rabbitdelay.operations.quirks import OLDEST, STUCK_DEAD_LETTERING, v
 from celery_rabbitdelay.publishing.declaration import module_queues, unserved_modules
 from celery_rabbitdelay.publishing.kombu_internals import Counts
 
-#: One fault of one subject: its code in ``findings.toml``, the subject, as
-#: ``queue rabbitdelay.hours.7``, and the values of the placeholders in its texts.
+#: One fault of one subject: the fault's code in ``findings.toml``, the subject, such as ``queue
+#: rabbitdelay.hours.7``, and the values of the placeholders in the fault's texts.
 FoundRow: TypeAlias = tuple[str, str, Mapping[str, object]]
 
 #: The keys of policies and arguments that bound a queue.
 BOUNDS: Final = ("max-length", "max-length-bytes")
 
-#: The priority of the policy that the documentation recommends for the levels. It takes precedence
-#: over other policies.
+#: The priority of the policy that the documentation recommends for the levels. The policy takes
+#: precedence over other policies.
 GUARD_PRIORITY: Final = 1000
 
-#: See :data:`.DEAD_LETTERING_FLAG`.
+#: The feature flag that the levels need; see :data:`.DEAD_LETTERING_FLAG`.
 NEEDED_FLAG: Final = "stream_queue"
 
 #: The minimum number of replicas with which a queue survives the death of a node:
 #: https://www.rabbitmq.com/docs/quorum-queues#replication-factor
 ENOUGH_REPLICAS: Final = 3
 
-#: The earliest and the latest arrival of a probe in time, in seconds after its due time.
+#: The earliest and the latest timely arrival of a probe, in seconds after its due time.
 PROBE_IN_TIME: Final = (-1.0, 30.0)
 
 #: The name of a digit queue, without the prefix: days.70, or days.x10.0.s2 with shards.
@@ -95,7 +95,7 @@ def check_entities(settings: Settings, inventory: Inventory) -> Iterator[FoundRo
 
 
 def check_strangers(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
-    """Find missing bindings, bindings that leak tasks or admit strangers, and foreign consumers."""
+    """Find missing bindings, bindings that let messages out or in, and foreign consumers."""
     ours = {exchange.name for exchange in topology.exchanges}
     queues = {queue.name for queue in topology.queues}
     for binding in topology.bindings:
@@ -140,7 +140,7 @@ def check_destinations(
     for queue in queues:
         name, subject, found = queue.name, f"queue {queue.name}", inventory.of(queue)
         if found is None:
-            # With "auto", the first producer or worker declares it.
+            # With "auto", the first producer or worker declares the queue.
             if settings.declare == "never":
                 yield "missing", subject, {}
             continue
@@ -150,7 +150,7 @@ def check_destinations(
         if (
             delivery in inventory.exchanges
             and binding not in inventory.bindings
-            # UNLISTED_BINDINGS
+            # see UNLISTED_BINDINGS
             and not _is_away(found, inventory)
         ):
             if DISTRIBUTE in settings.modules:
@@ -271,13 +271,13 @@ def _subject(each: Exchange | Queue | Binding) -> str:
 
 
 def _is_harmless(topology: Topology, binding: Binding) -> bool:
-    """Return whether a binding of delivery is a normal one of its queue, or never matches a key."""
+    """Return whether a binding of delivery is normal for its queue, or never matches a key."""
     own = topology.keys.destination_pattern(binding.target)
     if binding.source != topology.delivery.name:
         return False
     if binding.pattern == own and not binding.target_is_exchange:
         return True
-    # A binding of a layout with another number of levels.
+    # The binding belongs to a layout with another number of levels.
     return "#" not in binding.pattern and binding.pattern.count(".") != own.count(".")
 
 
@@ -291,7 +291,7 @@ def _node_of(queue: Json) -> str:
 
 
 def _difference(entity: Exchange | Queue, inventory: Inventory) -> str:
-    """Describe how an entity on the broker differs from ``ours``; empty if equal or missing."""
+    """Describe the broker's differences from an expected entity; empty if equal or missing."""
     if (found := inventory.of(entity)) is None:
         return ""
     wanted, there = _flat(described(entity)), _flat(found)

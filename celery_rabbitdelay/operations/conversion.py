@@ -170,7 +170,7 @@ def check_places(source: Place, target: Place) -> None:
     with one.clone(heartbeat=0) as first, other.clone(heartbeat=0) as second:
         connect(first)
         Queue(name, exclusive=True)(first.default_channel).queue_declare()
-        # The queue is locked if both are the same virtual host, even under different addresses.
+        # The queue is locked if both connections use one virtual host, even by different addresses.
         with suppress(ResourceLocked):
             if declaration.queue_counts(second, [Queue(name)])[name] is None:
                 return
@@ -178,7 +178,7 @@ def check_places(source: Place, target: Place) -> None:
 
 
 def check_source(source: Place) -> None:
-    """Check that a topology is declared, with this layout.
+    """Check that a topology is declared, and has the expected layout.
 
     Raises:
         LayoutConflict: Another layout is declared under its prefix; the error lists differences.
@@ -195,7 +195,7 @@ def check_source(source: Place) -> None:
 #: The number of queues in a chain, and of bits in a routing key.
 BITS: Final = 28
 
-#: A reason why a task stays in the chain. It is the only reason that does not make ``adopt`` fail.
+#: A reason why a task stays in the chain. ``adopt`` fails if a task stays for any other reason.
 KEEPS_OWN: Final = "its task has rabbitdelay=False"
 
 #: Milliseconds by which a due time may be earlier than the end of the chain, which counts whole

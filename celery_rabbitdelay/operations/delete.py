@@ -16,7 +16,8 @@ from celery_rabbitdelay.operations.management import management_api, management_
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.kombu_internals import Counts
 
-#: Seconds. A quorum queue reports its totals every five seconds (``quorum_tick_interval``).
+#: Seconds until totals are current: a quorum queue reports its totals every five seconds
+#: (``quorum_tick_interval``).
 TOTALS_AGE: Final = 6.0
 
 
@@ -43,7 +44,7 @@ def delete(
         raise click.UsageError("--json cannot ask for confirmation: pass --yes or --dry-run")
     topology = shared.topology(options)
     with shared.broker() as connection:
-        # Another layout under the prefix shares the queues of the modules with this one.
+        # Another layout under the prefix uses the same queues of the modules.
         declaration.check_layout(connection, topology)
         missing = declaration.missing(connection, topology)
         exchanges = sum(each.name not in missing for each in topology.all_exchanges)

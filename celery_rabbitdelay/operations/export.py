@@ -125,7 +125,7 @@ def _table(entries: Mapping[str, object]) -> str:
     required=True,
     help="A Terraform module, or a definitions file for RabbitMQ.",
 )
-@click.option("--vhost", help="The virtual host; by default that of the application's broker.")
+@click.option("--vhost", help="The virtual host; by default the application's.")
 @shared.topology_options()
 def export(format_name: str, vhost: str | None, **options: object) -> None:
     """Print the topology as Terraform or as a definitions file. No broker is contacted."""

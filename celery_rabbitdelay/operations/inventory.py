@@ -15,7 +15,8 @@ from celery_rabbitdelay.operations.quirks import DEAD_LETTERING_FLAG, version_of
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
 #: Keys for which RabbitMQ takes the smaller value of a policy and an operator policy. For all other
-#: keys, it takes the operator policy's: https://www.rabbitmq.com/docs/policies#operator-policies
+#: keys, it takes the value of the operator policy:
+#: https://www.rabbitmq.com/docs/policies#operator-policies
 SMALLER_COUNTS: Final = frozenset(
     {"delivery-limit", "expires", "max-length", "max-length-bytes", "message-ttl"}
 )
@@ -31,7 +32,7 @@ class Inventory(NamedTuple):
         version: The version of RabbitMQ.
         queues: Every queue by its name, always with ``arguments`` and ``type``.
         exchanges: Every exchange by its name, always with ``arguments``.
-        bindings: Every binding, except those of the default exchange.
+        bindings: Every binding, except the bindings of the default exchange.
         consumers: The queues and the tags of all consumers, up to five seconds old.
         policies: Every policy and every operator policy, with its ``kind``.
         nodes: Whether a node of the cluster runs, by the node's name.
@@ -50,7 +51,7 @@ class Inventory(NamedTuple):
     disabled_flags: Sequence[str] = ()
 
     def of(self, entity: Exchange | Queue) -> Json | None:
-        """Return an exchange or queue as the broker has it; None if it does not exist."""
+        """Return the broker's description of an exchange or queue; None if it does not exist."""
         there = self.queues if isinstance(entity, Queue) else self.exchanges
         return there.get(entity.name)
 
@@ -60,7 +61,7 @@ def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
 
     Args:
         api: The management API.
-        virtual_host: Its name.
+        virtual_host: The name of the virtual host.
 
     Raises:
         ManagementUnavailable: The API does not answer, or the user's permissions do not suffice.
@@ -68,8 +69,8 @@ def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
     version = api.get("overview")["rabbitmq_version"]
     needs_flag = DEAD_LETTERING_FLAG.is_in(version_of(version))
     flags = api.get("feature-flags") if needs_flag else ()
-    # Without statistics: they are up to five seconds old, and slow with many queues. And with
-    # enable_queue_totals, RabbitMQ 3.10 leaves out queues whose node is down.
+    # Do not ask for statistics, which are up to five seconds old, and slow with many queues; nor
+    # for totals, because RabbitMQ 3.10 then leaves out queues whose node is down.
     queues = _by_name(api.get("queues", virtual_host, disable_stats="true"))
     nodes = api.get("nodes")
     return Inventory(

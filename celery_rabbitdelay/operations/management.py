@@ -1,7 +1,7 @@
 """RabbitMQ's management HTTP API.
 
-It needs the plugin ``rabbitmq_management`` and a user with the tag ``monitoring``; on RabbitMQ
-3.10, where only administrators see the feature flags, with the tag ``administrator``:
+The API needs the plugin ``rabbitmq_management`` and a user with the tag ``monitoring``. On RabbitMQ
+3.10, only users with the tag ``administrator`` see the feature flags:
 https://www.rabbitmq.com/docs/management#permissions
 """
 
@@ -34,7 +34,7 @@ PORTS: Final = {"http": 15672, "https": 15671}
 
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
-#: An object as the API writes it, see https://www.rabbitmq.com/docs/http-api-reference
+#: A JSON object of the API; see https://www.rabbitmq.com/docs/http-api-reference
 Json: TypeAlias = Mapping[str, Any]
 
 
@@ -97,7 +97,8 @@ class ManagementAPI:
             **query: The query.
 
         Raises:
-            ManagementUnavailable: The API refuses, or its answer is not JSON.
+            ManagementUnavailable: The API does not answer, refuses the request, or does not return
+                JSON.
         """
         with self._asked(path, urlencode(query)) as answer:
             return json.load(answer)
@@ -136,7 +137,7 @@ class ManagementAPI:
 
 
 def management_api(connection: Connection, url: str | None = None) -> ManagementAPI:
-    """Return the API at a URL, or at the broker's host and the default port, with AMQP's user.
+    """Return the API at a URL, or at the broker's host and the default port with the AMQP user.
 
     Args:
         connection: A connection to the broker. If the broker has several hosts, the connection must

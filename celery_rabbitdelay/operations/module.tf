@@ -43,7 +43,7 @@ locals {
   bindings  = @bindings@
 }
 
-# First: it lets processes detect another layout.
+# This exchange comes first, because it lets processes detect another layout.
 resource "rabbitmq_exchange" "guard" {
   name  = "${var.name}.${local.guard.name}"
   vhost = var.vhost

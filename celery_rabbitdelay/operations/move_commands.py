@@ -226,7 +226,7 @@ def _run(
         why = (
             f"the move has stopped: {mover.result.moved:,} messages are moved, "
             f"{mover.result.copies:,} others may exist twice, and the rest is still in its queues. "
-            "To go on, start the command again"
+            "To continue, start the command again"
         )
         if not (mover.result.moved or isinstance(error, amqp.AMQPError)):
             why = "cannot reach a broker"
@@ -248,7 +248,7 @@ def _lines(moved: Moved, missing: Sequence[str], unnamed: Sequence[str]) -> Iter
     if moved.copies:
         yield f"  {moved.copies:,} may exist twice: a connection was lost"
     if not moved.finished:
-        yield "  stopped before all messages were moved; to go on, start the command again"
+        yield "  stopped before all messages were moved; to continue, start the command again"
     if missing:
         names = shared.first_of(missing, MAX_NAMED)
         yield f"  these queues do not exist; distribution retries when their tasks are due: {names}"
@@ -263,10 +263,10 @@ def _lines(moved: Moved, missing: Sequence[str], unnamed: Sequence[str]) -> Iter
 
 
 def broker_at(application: celery.Celery, url: str) -> Connection:
-    """Return a connection to another broker than the application's; it is not opened.
+    """Return an unopened connection to a broker other than the application's broker.
 
-    An ``amqps://`` URL uses the application's ``broker_use_ssl``, with the URL's host in place of
-    its ``server_hostname``; any other URL uses no TLS.
+    An ``amqps://`` URL uses the application's ``broker_use_ssl``, with the URL's host as
+    ``server_hostname``; any other URL uses no TLS.
 
     Raises:
         click.UsageError: The URL is malformed, or not a URL of RabbitMQ.

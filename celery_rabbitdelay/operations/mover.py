@@ -120,12 +120,13 @@ class Destinations:
             self._connection.release()
 
 
-#: The prefetch over all queues; at a limited rate, the messages of one second. A message that comes
-#: due during a move is late by the time that the move takes.
+#: The maximum prefetch over all queues; a limited rate prefetches only the messages of one second.
+#: A message that comes due during a move is late by the time that the move takes.
 TAKEN_AHEAD: Final = 2000
 
-#: The maximum number of messages that may stay in their queues. They are held unacknowledged until
-#: the end; the broker needs some 200 bytes per message (measured on 3.10.8, 4.0.5 and 4.3.6).
+#: The maximum number of messages that may stay in their queues. These messages are held
+#: unacknowledged until the end; the broker needs some 200 bytes per message (measured on 3.10.8,
+#: 4.0.5 and 4.3.6).
 MOST_STAYING: Final = 1_000_000
 
 #: Seconds after which empty queues are checked again, because a message may be moving from one
@@ -134,12 +135,12 @@ SETTLE: Final = 2.0
 
 #: The maximum messages, and the maximum seconds, of a batch: the messages that are published before
 #: the next acknowledgement to the source. If the process dies, the messages of two batches may
-#: exist twice: the batch that is published, and the one before. RabbitMQ passes acknowledgements on
-#: to a busy quorum queue only when the queue has answered (quorum_commands_soft_limit).
+#: exist twice: the batch that is published, and the batch before. RabbitMQ passes acknowledgements
+#: on to a busy quorum queue only when the queue has answered (quorum_commands_soft_limit).
 BATCH: Final = 100
 BATCH_SECONDS: Final = 0.05
 
-#: Seconds of a pause that a limited rate catches up on.
+#: After a pause, a limited rate catches up on at most this many seconds.
 CATCH_UP: Final = 0.1
 
 #: The maximum number of reasons that are counted separately, because strangers can make up reasons.
@@ -156,8 +157,8 @@ class Stay(Exception):
 
 
 #: Called with a message and the name of its queue; returns the publication that replaces it, or
-#: None to delete it. It raises ``Stay``, or :class:`.UnprocessableMessage` if the message goes to
-#: ``undeliverable``.
+#: None to delete it. The function raises ``Stay``, or :class:`.UnprocessableMessage` if the message
+#: goes to ``undeliverable``.
 Convert: TypeAlias = Callable[[amqp.Message, str], Outgoing | None]
 
 
@@ -194,8 +195,8 @@ class Mover:
     """Empties queues in one call of :meth:`move`.
 
     Attributes:
-        source: The broker that the queues are on; another connection like it is opened.
-        queues: The names of the queues; missing ones are skipped.
+        source: A connection to the broker of the queues; the mover opens a clone of it.
+        queues: The names of the queues; missing queues are skipped.
         target: Where the messages go.
         convert: Converts a message to the publication that replaces it.
         timeout: Seconds for an answer of a broker, and for the target to confirm a message.
@@ -223,8 +224,8 @@ class Mover:
 
     def __post_init__(self) -> None:
         self._publisher = Publisher(self.target.connection.clone(heartbeat=0))
-        #: This function must be kept, because the publisher has only a weak reference to it. The
-        #: publisher calls it once per connection.
+        #: The publisher calls this function once per connection, and has only a weak reference to
+        #: it; so the mover keeps a reference.
         self._declare = self.target.declare
         self._ahead = int(min(max(self.rate, 1), TAKEN_AHEAD))
         self._limit = math.inf if self.limit is None else self.limit
@@ -288,7 +289,7 @@ class Mover:
         return self._is_done or self.result.left.total() >= MOST_STAYING
 
     def _move_ready(self, ready: Mapping[str, int]) -> None:
-        # At a low rate, the other queues come next.
+        # At a low rate, the remaining queues are consumed in later rounds.
         queues = list(ready)[: self._ahead]
         self._source.consume(queues, self._ahead // len(queues))
         self._publish()
@@ -371,7 +372,7 @@ class Mover:
 
     def _keep_to_the_rate(self) -> None:
         now = time.monotonic()
-        # After a pause, catch up a little.
+        # After a pause, catch up on a short part of the pause.
         self._next_at = max(self._next_at, now - CATCH_UP) + 1 / self.rate
         if self._next_at > now:
             self.stopping.wait(self._next_at - now)

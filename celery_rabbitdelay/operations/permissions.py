@@ -65,8 +65,8 @@ def rights(
             with ``no_declare`` are declared elsewhere.
         conf: The configuration of the application, for Celery's own names.
         may_declare: Whether ``rabbitdelay_declare`` is "auto".
-        only_delayed: Whether a producer sends no tasks without a delay. Celery itself sends those:
-            it declares the queue, and publishes through the default exchange.
+        only_delayed: Whether a producer sends no tasks without a delay. Celery itself sends tasks
+            without a delay: it declares the queue, and publishes through the default exchange.
         modules: The modules that a worker serves.
     """
     prefix = re.escape(topology.prefix)
@@ -74,7 +74,7 @@ def rights(
     remote_control = rf"(.*\.)?{re.escape(conf.control_exchange)}\.pidbox"
     # A worker declares its own queue for a broadcast.
     lasting = [queue for queue in queues if not isinstance(queue, Broadcast)]
-    # Patterns for all three permissions, and for a single one.
+    # Patterns for all three permissions, and for a single permission.
     full, configure, write, read = list[str](), list[str](), list[str](), list[str]()
     match role:
         case "check-in":

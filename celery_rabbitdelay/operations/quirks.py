@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple, TypeAlias
 
-#: The numbers of a version, as many as are known: (3, 10, 8).
+#: The known numbers of a version, such as (3, 10, 8).
 Version: TypeAlias = tuple[int, ...]
 
 #: The oldest series that the tests run on.
@@ -21,8 +21,9 @@ class Quirk(NamedTuple):
     """The versions that behave differently.
 
     Attributes:
-        first: The first version with the quirk; empty: all earlier versions have it.
-        last: The last version with the quirk, or its series; None: the newest version has it.
+        first: The first version with the quirk; empty if all earlier versions have the quirk.
+        last: The last version with the quirk, or its series; None if the newest version has the
+            quirk.
     """
 
     first: Version = ()
@@ -46,8 +47,8 @@ STUCK_DEAD_LETTERING: Final = Quirk(first=(4, 3, 0), last=(4, 3, 2))
 #: This package's consumers never reuse a tag.
 SAME_CONSUMER_TAG: Final = Quirk(last=(3,))
 
-#: basic.nack changes the order of requeued messages; a closed channel keeps it. Messages that were
-#: only read are requeued by closing the channel.
+#: basic.nack changes the order of requeued messages; closing the channel keeps the order. Messages
+#: that were only read are requeued by closing the channel.
 ORDER_OF_REQUEUED: Final = Quirk(last=(3,))
 
 #: basic.reject and a closed channel count towards a delivery limit, basic.nack does not.
@@ -60,13 +61,13 @@ ONLY_REJECT_COUNTS: Final = Quirk(first=(4, 3))
 #: https://www.rabbitmq.com/docs/quorum-queues#position-in-queue
 DELIVERY_LIMIT: Final = Quirk(first=(4, 0))
 
-#: Priorities above 4 form a separate band; a message in it blocks the other messages of a level.
-#: Higher priorities wait in a header, and distribution restores them. Source:
+#: Priorities above 4 form a separate band; a message in this band blocks the other messages of a
+#: level. Higher priorities wait in a header, and distribution restores them. Source:
 #: https://www.rabbitmq.com/docs/quorum-queues#priorities
 TWO_PRIORITIES: Final = Quirk(first=(4, 0), last=(4, 2))
 
-#: A passive declaration needs one of the three permissions; in earlier versions, none. Counts that
-#: the user may not read are left out.
+#: A passive declaration needs one of the three permissions; earlier versions require no permission.
+#: Counts that the user may not read are left out.
 PASSIVE_PERMISSION: Final = Quirk(first=(4, 3))
 
 #: ACCESS_REFUSED does not say which permission is missing; the refused method shows it.

@@ -1,4 +1,4 @@
-"""Reads from a message's headers why it is in ``undeliverable``. Pure.
+"""Finds out from a message's headers why it is undeliverable. Does no I/O.
 
 RabbitMQ gives no reason when it routes to an alternate exchange. But ``x-death`` has the message's
 stops, newest first, and its routing key, which together give the stop that should have come next
@@ -85,7 +85,7 @@ def examine(
     if parsed.failures is not None:
         since = _instant(parsed.failures.since_ms, header_names.FAILED_SINCE, problems)
     reason = (
-        # First: if the broker moved the message here, its sender wrote all other headers.
+        # The broker's own reason comes first, because the sender wrote all other headers.
         _by_broker(topology, last_stop, cause)
         or parsed.reason
         or (unreadable and f"its properties cannot be read: {unreadable}")

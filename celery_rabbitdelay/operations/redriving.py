@@ -50,7 +50,7 @@ def never_accepted(
     newest = deaths[0] if isinstance(deaths, list) and deaths else None
     left = {"queue": checkin.name, "exchange": checkin.exchange.name}
     if isinstance(newest, Mapping) and left.items() <= newest.items():
-        # The broker dead-lettered it from check-in's queue, with the headers of its client.
+        # The broker dead-lettered the message from check-in's queue, with the client's headers.
         return True
     return header_names.DUE not in headers and (
         headers.get(header_names.EXCHANGE) == checkin.exchange.name
@@ -85,7 +85,7 @@ class Redriving:
         max_attempts: How often a message may be redriven, including this time.
         ensure: Binds a message's destination queue to the levels, by its name. If the broker cannot
             be reached or refuses, the message stays.
-        vouches: Whether messages without a valid signature are signed as well.
+        vouches: Whether to redrive and sign messages without a valid signature.
     """
 
     producer: DelayedProducer
@@ -104,8 +104,8 @@ class Redriving:
         """Convert a message to the publication that replaces it.
 
         The message waits in the levels until it is due, and at least for the delay. The message
-        keeps its body, its properties, and all headers except those of the broker and of earlier
-        attempts to deliver it.
+        keeps its body, its properties, and all headers except the headers of the broker and of
+        earlier attempts to deliver it.
 
         Raises:
             UnprocessableMessage: The message has to stay in ``undeliverable``.
@@ -272,9 +272,9 @@ class Redriving:
 def _as_checked_in(headers: Headers) -> dict[str, object]:
     """Return the headers of a message that check-in never accepted, without untrusted ones.
 
-    The remaining headers are those that a client may set, except the delay, and the routing key
-    that check-in has added. If the broker dead-lettered the message from check-in's queue, its
-    client may have written the routing key, which is then dropped.
+    The result has the headers that a client may set, except the delay, and the routing key that
+    check-in has added. If the broker dead-lettered the message from check-in's queue, its client
+    may have written the routing key, which is then dropped.
     """
     names = ["x-death", header_names.REDRIVEN]
     if "x-death" not in headers:
@@ -309,9 +309,10 @@ def redriving_for(
     Args:
         app: The application. The conversion allows the queues of ``task_queues``, ``task_routes``
             and the tasks, with their exchanges, and the names in ``rabbitdelay_checkin_allowed``.
-            It never allows the queues and exchanges of the levels, of the broker, and of Celery's
-            remote control and events.
-        delay: The shortest delay of a message: seconds, or a timedelta. None: until it is due.
+            The conversion never allows the queues and exchanges of the levels, of the broker, and
+            of Celery's remote control and events.
+        delay: The shortest delay of a message: seconds, or a timedelta. None to wait until the
+            message is due.
         allow: Names of further queues and exchanges that messages may go to; ``*`` stands for any
             characters, ``?`` for one.
         vouches: Whether messages without a valid signature are redriven, and signed.

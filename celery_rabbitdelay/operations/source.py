@@ -29,8 +29,8 @@ from celery_rabbitdelay.publishing.kombu_internals import connect, conversation,
 SILENCE: Final = 0.2
 
 #: Round trips to the queues before the channel is closed, so that the queues have received all
-#: acknowledgements. A channel passes only 32 of them at a time to a quorum queue, and drops the
-#: others when it is closed (measured on 3.10.8).
+#: acknowledgements. A channel passes only 32 acknowledgements at a time to a quorum queue, and
+#: drops the others when it is closed (measured on 3.10.8).
 BARRIERS: Final = 3
 
 #: The prefetch of a reader.
@@ -66,13 +66,13 @@ class Source:
     The name of a message's queue is ``message.delivery_info["queue"]``; its body is bytes.
 
     Args:
-        like: A connection to the broker; another one like it is opened.
+        like: A connection to the broker; the source opens a clone of it.
         timeout: Seconds for an answer of the broker.
         priority: The priority of the consumers; other consumers have priority 0.
 
     Attributes:
         connection: The connection.
-        channel: Its channel.
+        channel: The only channel of the connection.
         frame_max: The largest frame, in bytes.
         received: Messages that have arrived and were not returned by :meth:`take` yet.
         to_acknowledge: The delivery tags for the next :meth:`acknowledge`.
@@ -105,7 +105,7 @@ class Source:
         self.channel.auto_decode = False
 
     def ready(self, queues: Sequence[str]) -> dict[str, int]:
-        """Return the number of ready messages in all non-empty queues."""
+        """Return the number of ready messages for each non-empty queue."""
         with self._answers():
             return waiting(self.connection, queues)
 
@@ -115,7 +115,7 @@ class Source:
         Every call uses new consumer tags; see :data:`.SAME_CONSUMER_TAG`.
 
         Args:
-            queues: Their names.
+            queues: The names of the queues.
             prefetch: The prefetch per queue, not counting messages of former calls.
         """
         self._consumed.update(queues)
@@ -149,12 +149,12 @@ class Source:
         return self.received.popleft() if self.received else None
 
     def messages(self, queue: str, limit: int) -> Iterator[amqp.Message]:
-        """Yield the messages of a queue until it is empty, and leave them there.
+        """Yield the messages of a queue until it is empty, and leave the messages there.
 
-        Until this source is closed, no other consumer receives them.
+        Until this source is closed, no other consumer receives these messages.
 
         Args:
-            queue: Its name.
+            queue: The name of the queue.
             limit: The maximum number of messages to read.
 
         Raises:
@@ -187,7 +187,7 @@ class Source:
         with self._answers():
             frames = wire.settle_frames(self.channel.channel_id, wire.ACK, self.to_acknowledge)
             self._wire.write(frames, self._timeout)
-            # Its answer follows the acknowledgements; a process killed earlier may lose them.
+            # The answer follows the acknowledgements; a process killed before may lose them.
             self.channel.basic_qos(0, self._prefetch, False)
             self._held -= len(self.to_acknowledge)
             self.to_acknowledge = []
@@ -215,7 +215,7 @@ class Source:
         self.drop()
 
     def _give_back(self) -> None:
-        # basic.nack, where it keeps the order: a closed channel may count as a failed delivery.
+        # Use basic.nack if it keeps the order: closing a channel may count as a failed delivery.
         if self._held and self._last_tag and not ORDER_OF_REQUEUED.is_in(self._version):
             tags = [self._last_tag]
             frames = wire.settle_frames(self.channel.channel_id, wire.REQUEUE, tags, multiple=True)
@@ -250,7 +250,7 @@ def ready_in(connection: Connection, queue: str) -> int:
 
     Args:
         connection: A connection to the broker.
-        queue: Its name.
+        queue: The name of the queue.
 
     Raises:
         amqp.exceptions.NotFound: The queue does not exist.
@@ -262,7 +262,7 @@ def ready_in(connection: Connection, queue: str) -> int:
 
 
 def waiting(connection: Connection, queues: Sequence[str]) -> dict[str, int]:
-    """Return the number of ready messages in all non-empty queues of a list.
+    """Return the number of ready messages for each non-empty queue of a list.
 
     Args:
         connection: A connection to the broker.

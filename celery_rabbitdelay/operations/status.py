@@ -1,6 +1,7 @@
 """``celery rabbitdelay status``: waiting messages, the next due time, the workers' modules.
 
-If a registry is configured, it adds tracked tasks' next due time, the pauses and the open jobs.
+With a registry, the command also shows the next due time of tracked tasks, the pauses and the open
+jobs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0)
     Args:
         delays: The application's delays.
         connection: The broker that tasks are sent to.
-        timeout: Seconds to wait for the workers' answers; 0: they are not asked.
+        timeout: Seconds to wait for the workers' answers; with 0, the workers are not asked.
 
     Raises:
         kombu.exceptions.OperationalError: The broker cannot be reached.
@@ -60,7 +61,7 @@ def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0)
     backlog = backlog_of(connection, topology)
     taken_at = time.monotonic()
     is_blocked, workers = delays.is_blocked(), {}
-    if timeout and not is_blocked:  # workers are asked by messages
+    if timeout and not is_blocked:  # a blocked broker accepts no questions to the workers
         workers = status_of_workers(delays.app, connection, timeout)
     return Status(taken_at, backlog, workers, due_within(topology, backlog), is_blocked)
 
@@ -213,7 +214,7 @@ def _worker_lines(worker: str, modules: Json) -> Iterator[str]:
         if name != PROBE:
             values = (f"{round(value, 1):,} {key}" for key, value in counts.items())
             yield f"  {name:16} {', '.join(values)}"
-        elif late := counts["late"].values():  # other workers send no probes
+        elif late := counts["late"].values():  # empty in workers that send no probes
             yield (
                 f"  {name:16} {len(late):,} levels and routes, {min(late):+,.1f} to "
                 f"{max(late):+,.1f} s late; {sum(counts['missing'].values()):,} missing"

@@ -43,11 +43,11 @@ class UndeliverableMessage(NamedTuple):
 
     Attributes:
         found: The message's task, queue and due time, and why it could not be delivered.
-        headers: Its headers.
-        body: Its body.
+        headers: The message's headers.
+        body: The message's body.
         exchange: The exchange of the last publication.
         routing_key: The routing key of the last publication.
-        properties: Its other properties.
+        properties: The message's other properties.
     """
 
     found: Undeliverable
@@ -66,7 +66,7 @@ def undeliverable_messages(
     Messages that another consumer holds are left out.
 
     Args:
-        connection: A connection to the broker; another one like it is opened.
+        connection: A connection to the broker; the function opens a clone of it.
         topology: The topology of the messages.
         limit: The maximum number of messages to read.
 
@@ -123,8 +123,8 @@ class Contents:
     """The tasks in a message; an envelope holds many.
 
     Attributes:
-        tasks: Their names.
-        ids: Their ids.
+        tasks: The names of the tasks.
+        ids: The ids of the tasks.
         queues: The queues of the tasks, as far as the headers have them.
         messages: How many messages an envelope holds; None if the message is not an envelope, or
             cannot be opened.
@@ -155,7 +155,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class UndeliverableFilter:
-    """Chooses the messages that meet all conditions; one value of a condition suffices.
+    """Chooses the messages that meet all conditions; one matching value per condition suffices.
 
     Attributes:
         tasks: Names of tasks; ``*`` and ``?`` are wildcards. An envelope matches if one of its
@@ -164,7 +164,7 @@ class UndeliverableFilter:
         ids: Ids of tasks, or of messages (``message_id``, ``correlation_id``).
         reasons: Parts of reasons; with ``*`` or ``?``, a pattern for the whole reason.
         older_than: The shortest time that a message has been undeliverable. A message whose headers
-            lack that time is not chosen.
+            do not show the time is not chosen.
         newer_than: The longest time that a message has been undeliverable.
     """
 
@@ -218,8 +218,8 @@ class ReasonCount:
     Attributes:
         reason: The reason, without the number of attempts and their time.
         count: How many messages have the reason.
-        oldest: When the first of them became undeliverable; None if unknown.
-        newest: When the last of them became undeliverable; None if unknown.
+        oldest: When the first of these messages became undeliverable; None if unknown.
+        newest: When the last of these messages became undeliverable; None if unknown.
     """
 
     reason: str
@@ -330,7 +330,7 @@ class RemovalReport(Moved):
     Attributes:
         present: The number of messages at the start.
         examined: The number of messages that were read.
-        matched: How many of the read messages were chosen; ``left`` has those that stay.
+        matched: How many of the read messages were chosen; ``left`` counts the messages that stay.
         stopped: The reason for ending before the last message; None at a regular end. If another
             thread sets a text, the removal ends before the next message.
     """
@@ -368,12 +368,12 @@ def redrive(
             and to publish.
         redriving: Converts each message; None to delete the messages.
         matches: Returns whether a message is chosen.
-        report: The report to fill; None for a new one.
+        report: The report to fill; None for a new report.
         **options: Options of :class:`.Mover`: ``timeout``, ``limit``, ``rate`` (an envelope counts
             as one message) and ``dry_run``.
 
     Returns:
-        The report; ``stopped`` has the error if the broker goes away after the start.
+        The report; ``stopped`` has the error if the broker fails after the start.
 
     Raises:
         amqp.NotFound: The queue does not exist.

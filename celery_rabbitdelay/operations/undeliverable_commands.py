@@ -25,7 +25,7 @@ _filter_options: Final = shared.as_one(
     "wanted",
     read.UndeliverableFilter,
     click.option("--task", "tasks", multiple=True, help="The name of the task, or a pattern."),
-    click.option("--queue", "queues", multiple=True, help="The name of its queue, or a pattern."),
+    click.option("--queue", "queues", multiple=True, help="The name of a queue, or a pattern."),
     click.option("--id", "ids", multiple=True, help="The id of the task."),
     click.option(
         "--reason",

@@ -44,9 +44,9 @@ _TABLES: Final = tomllib.loads(
 #: The faults by code: severity, description, consequence and way out.
 FAULTS: Final = _TABLES["faults"]
 
-#: ``danger``: tasks are lost, early, late by minutes, run twice, or cannot be sent. ``warning``:
-#: one of these happens if something else fails, or something is slower than necessary. ``note``:
-#: harmless until something changes.
+#: ``danger`` means that tasks are lost, early, late by minutes, run twice, or cannot be sent;
+#: ``warning`` that this happens if something else fails, or that something is slower than
+#: necessary; ``note`` that the fault is harmless until something changes.
 Severity: TypeAlias = Literal["danger", "warning", "note"]
 
 
@@ -127,7 +127,7 @@ def verify_application(
     api = management_api(connection, management)
     rows: list[checks.FoundRow] = [row for each in additions_of(delays) for row in each.problems()]
     is_blocked = delays.is_blocked()
-    if not is_blocked:  # workers are asked by messages
+    if not is_blocked:  # a blocked broker accepts no questions to the workers
         workers = dict[str, Mapping[str, object]]()
         # The user may not be allowed to use remote control, or to declare one more queue.
         with suppress(ChannelError):

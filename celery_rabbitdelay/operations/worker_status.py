@@ -34,14 +34,14 @@ LATEST_STEPS: Final = 10
 #: The upper bounds of the histogram of lateness, in seconds; one more bucket counts later tasks.
 BOUNDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 
-#: Maximum task names with a histogram in a step; all other tasks count as :data:`OTHER`.
+#: The maximum number of task names with a histogram in a step; other tasks count as :data:`OTHER`.
 MOST_TASKS: Final = 200
 OTHER: Final = "(other)"
 
-#: Maximum running tasks in an answer; the longest-running tasks come first.
+#: The maximum number of running tasks in an answer; the longest-running tasks come first.
 MOST_RUNNING: Final = 20
 
-#: Maximum characters of a setting in an answer.
+#: The maximum number of characters of a setting in an answer.
 MAX_SETTING: Final = 500
 
 
@@ -50,8 +50,8 @@ class Step:
     """The delayed tasks that a worker gave to Celery to run in one step.
 
     Attributes:
-        received: Their number.
-        latest: Their maximum lateness, in seconds.
+        received: The number of tasks.
+        latest: The maximum lateness of the tasks, in seconds.
         by_task: The histogram of lateness per task name, with the buckets of :data:`BOUNDS`.
     """
 
@@ -119,12 +119,12 @@ class CountArrivals(RabbitMQStep):
     """Counts the delayed tasks of a worker's application in this process, for its status."""
 
     def start(self, worker: Worker) -> None:
-        """Begin to count."""
+        """Start counting delayed tasks."""
         worker.rabbitdelay_arrivals = Arrivals()
         worker.app.rabbitdelay.recorder.listeners.append(worker.rabbitdelay_arrivals)
 
     def stop(self, worker: Worker) -> None:
-        """End counting."""
+        """Stop counting delayed tasks."""
         worker.app.rabbitdelay.recorder.listeners.remove(worker.rabbitdelay_arrivals)
 
 

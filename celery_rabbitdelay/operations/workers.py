@@ -11,10 +11,10 @@ from kombu import Connection
 #: The name of the control command; see :mod:`.operations.worker_status`.
 COMMAND: Final = "rabbitdelay_status"
 
-#: The key in a worker's answer, beside its modules, for its delayed tasks.
+#: The key for delayed tasks in a worker's answer, next to the keys for its modules.
 ARRIVALS: Final = "tasks"
 
-#: The key in a worker's answer, on request, for the worker's versions and settings.
+#: The key for versions and settings in a worker's answer; present on request.
 ABOUT: Final = "about"
 
 #: Celery's answer of a worker that does not know the command, and the answer to show instead.
@@ -29,7 +29,7 @@ def status_of_workers(
 
     Args:
         app: The application.
-        connection: An open connection to its broker.
+        connection: An open connection to the application's broker.
         timeout: Seconds to wait for the answers.
         about: Whether to ask for versions and settings too; workers of earlier versions do not
             answer that question.

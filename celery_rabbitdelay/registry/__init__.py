@@ -8,7 +8,7 @@ of tasks, jobs and pauses.
 Read ``decision`` (the rule and its values), the scripts in ``lua`` (every script is atomic;
 ``arrive.lua`` is the rule, and ``shared.lua`` describes the record of a task), ``registry`` (calls
 the scripts), ``jobs``, ``pauses``, ``index`` (the keys and the index of waiting tasks), ``store``
-and ``connection``. None of these modules uses Celery or AMQP. Based on these are the users'
-functions (``waiting``, ``holding``, ``commands``), the seams for the kernel (``addition``,
-``rows``), and the worker's parts (``bootsteps``, ``decisions``).
+and ``connection``. None of these modules uses Celery or AMQP. Other modules build on these:
+``waiting``, ``holding`` and ``commands`` serve users, ``addition`` and ``rows`` implement the
+kernel's seams, and ``bootsteps`` and ``decisions`` run in workers.
 """

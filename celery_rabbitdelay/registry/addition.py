@@ -97,7 +97,7 @@ class RegistryAddition(Addition):
     ) -> int | Sequence[bool] | None:
         """Hold an envelope if all its tasks belong to open jobs; drop tasks of aborted jobs.
 
-        All other decisions are left to the workers.
+        The workers make all other decisions.
         """
         registry = registry_of(self.delays)
         arrivals = [Arrival.of(headers, due_ms, "", redelivered=True) for headers in inner]
@@ -105,7 +105,7 @@ class RegistryAddition(Addition):
             decisions = registry.breaker.call(partial(registry.decide, arrivals, notes=False))
             found = zip(arrivals, decisions, strict=True)
             dropped = [each for each, one in found if one.verdict is Verdict.EXPIRED]
-            if dropped:  # no worker will record it
+            if dropped:  # no worker will record these verdicts
                 registry.breaker.call(partial(registry.decide, dropped, notes=True))
         except exceptions.RegistryUnavailable:
             return None
@@ -122,7 +122,7 @@ class RegistryAddition(Addition):
         if not dropped:
             return
         logger.info("Dropped %d tasks of an envelope: their job was aborted.", len(dropped))
-        # A message alone does not name a task.
+        # A message may name any task, so count only known tasks by name.
         counts = Counter(
             (
                 name if (name := str(one.others.get("task"))) in self.delays.app.tasks else "",
@@ -134,7 +134,7 @@ class RegistryAddition(Addition):
             self.delays.recorder.record({EXPIRED: count}, *labels)
 
     def note_arrived(self, note: WaitingMessage) -> Due | None:
-        """Record a job's commit again, in case Redis lost it; without Redis, try later."""
+        """Record a job's commit again, in case Redis lost it; retry later if Redis is down."""
         words = note.headers.registry
         job, job_id = words.get(names.JOB), words.get(names.JOB_ID)
         if (
@@ -165,7 +165,7 @@ class RegistryAddition(Addition):
         """Return the due time of the next tracked task, all pauses, and the open jobs' names."""
         registry = registry_of(self.delays)
         try:
-            # The message of an overdue task in the list is lost, or about to arrive.
+            # Skip overdue tasks: their messages are lost, or about to arrive.
             first = next(registry.index.pending(Filter(due_after_ms=wall_clock.ms())), None)
             paused = [pause._asdict() for pause in registry.pauses.all()]
             jobs = sorted(registry.jobs.open_ones(registry.now_ms()))
@@ -198,7 +198,7 @@ class RegisteredSend(AddedToSend):
 
     @property
     def is_alone(self) -> bool:
-        """Whether Redis is needed before or after the send."""
+        """Whether the send queries Redis before its message, or after its confirm."""
         return bool(self._wanted.job) or self._wanted.is_registered
 
     def headers(self, due: Due) -> Options:

@@ -59,8 +59,8 @@ class RegistrySettings(SettingsGroup):
     #: ``sentinel_kwargs``.
     registry_options: Annotated[Options | None, _REGISTRY_OPTIONS] = None
 
-    #: The prefix of the registry's keys; None for ``prefix``. When migrating tasks to another
-    #: prefix, set it to the former one first.
+    #: The prefix of the registry's keys; None for ``prefix``. Before you migrate tasks to another
+    #: prefix, set this to the former prefix.
     registry_prefix: Annotated[str | None, NAME_PREFIX] = None
 
     #: What happens to a due task with ``key``, ``job``, ``once`` or ``track`` if Redis does not
@@ -88,7 +88,7 @@ _TEXT: Final = (
 )
 _BOOL: Final = lambda value: isinstance(value, bool), "takes True or False"
 
-#: The registry's options of a send, with the check of a value and the error text.
+#: The registry's options of a send: for each option, the check of its value and the error text.
 OPTIONS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "key": _TEXT,
     "job": _TEXT,
@@ -127,10 +127,10 @@ class RegistryOptions(NamedTuple):
 
         Args:
             settings: The registry's settings, which have the lowest precedence.
-            task: The task; its attributes ``once`` and ``track`` override the settings. None if
-                only its name is known.
+            task: The task, whose attributes ``once`` and ``track`` override the settings. None if
+                only the task's name is known.
             given: The options passed to ``apply_async``, which have the highest precedence.
-            former: The headers of the task that this one retries or replaces, which override the
+            former: The headers of the task that this task retries or replaces; they override the
                 task's attributes.
         """
         once = given.get("once", former.get(ONCE, getattr(task, "once", False)))
@@ -208,8 +208,8 @@ BREAKER_OPEN: Final = gauge(
 
 logger = logging.getLogger(__name__)
 
-#: How late a task may be and still be listed, in seconds, in addition to ``rabbitdelay_retry_for``
-#: (the time for which a task that its queue refuses is tried again).
+#: The maximum lateness of a listed task, in seconds, in addition to ``rabbitdelay_retry_for`` (the
+#: time for which a task that its queue refuses is tried again).
 MARGIN: Final = 3600.0
 
 

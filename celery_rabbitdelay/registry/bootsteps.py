@@ -1,4 +1,4 @@
-"""The registry's parts of a worker: decisions on arrival, and the return of resumed tasks."""
+"""The registry's bootsteps: decide about tasks on arrival, and return resumed tasks."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ logger = get_logger(__name__)
 #: Seconds between two checks of the pauses.
 EVERY: Final = 1.0
 
-#: Seconds for which a worker returns tasks after a resume. During this time, workers with older
-#: cached pauses may still move tasks to the queue of paused tasks.
+#: Seconds for which a worker returns tasks after a resume. During this time, a worker that has
+#: cached the pause may still move tasks to the queue of paused tasks.
 AFTERWARDS: Final = 10.0
 
-#: Seconds that a stopping worker waits for the thread.
+#: Seconds that a stopping worker waits for the thread of :class:`ReturnPaused`.
 STOP_TIMEOUT: Final = 10.0
 
 
@@ -60,7 +60,7 @@ class DecideOnArrival(RabbitMQStep):
     _decisions: Decisions | None = None
 
     def start(self, consumer: _Consumer) -> None:
-        """Start asking about the tasks that a new connection receives."""
+        """Start asking the registry about the tasks that a new connection receives."""
         strategies = consumer.strategies
         if consumer.app.rabbitdelay.setting("registry_url") and strategies.early_tasks is not None:
             self._decisions = strategies.decisions = Decisions(consumer, strategies.early_tasks)
@@ -72,7 +72,7 @@ class DecideOnArrival(RabbitMQStep):
             self._decisions.register(hub)
 
     def stop(self, consumer: _Consumer) -> None:
-        """Stop asking about the tasks of a lost or closed connection."""
+        """Stop asking the registry about the tasks of a lost or closed connection."""
         decisions, self._decisions = self._decisions, None
         if decisions is not None:
             consumer.strategies.decisions = None
@@ -82,9 +82,9 @@ class DecideOnArrival(RabbitMQStep):
 class ReturnPaused(RabbitMQStep):
     """Returns resumed tasks to their queues, in a thread.
 
-    After a resume, the thread gets all messages from the queue of paused tasks. It rejects the
-    messages of resumed tasks, so that RabbitMQ dead-letters these as if their TTL had expired. All
-    other messages are requeued when the channel is closed or the worker dies.
+    After a resume, the thread gets all messages from the queue of paused tasks. The thread rejects
+    the messages of resumed tasks, so that RabbitMQ dead-letters these messages as if their TTL had
+    expired. All other messages are requeued when the channel is closed or the worker dies.
     """
 
     requires = (Modules,)
@@ -92,7 +92,7 @@ class ReturnPaused(RabbitMQStep):
     _thread: Thread | None = None
 
     def start(self, worker: WorkController) -> None:
-        """Start the thread."""
+        """Start the thread that returns resumed tasks."""
         self._delays: Delays = worker.app.rabbitdelay
         if self._delays.setting("registry_url"):
             self._stopping = Event()
@@ -101,7 +101,7 @@ class ReturnPaused(RabbitMQStep):
             self._thread.start()
 
     def stop(self, worker: WorkController) -> None:
-        """End the thread."""
+        """Stop the thread that returns resumed tasks."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stopping.set()
@@ -113,8 +113,8 @@ class ReturnPaused(RabbitMQStep):
         while not self._stopping.wait(EVERY):
             try:
                 paused: Mapping[str, int] = registry_of(self._delays).pauses.known()
-                # Also check at the start, because the last pause may have ended while no worker
-                # ran.
+                # Also return tasks at the start, because the last pause may have ended while no
+                # worker ran.
                 if not paused if before is None else before.keys() - paused.keys():
                     until = time.monotonic() + AFTERWARDS
                 before = paused

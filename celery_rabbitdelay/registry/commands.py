@@ -24,7 +24,7 @@ from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.record import KnownTask
 from celery_rabbitdelay.registry.waiting import Filters
 
-#: The outcomes in words.
+#: The text that a command prints for each outcome.
 WORDS: Final = {
     Outcome.DONE: "done",
     Outcome.NOTED: "noted; the id is unknown, and its task may have arrived at a worker already",
@@ -55,7 +55,7 @@ _filters: Final = shared.options(
 
 @contextmanager
 def with_registry() -> Iterator[RabbitDelay]:
-    """Yield the application's ``app.rabbitdelay``, checked to have a registry.
+    """Yield the application's ``app.rabbitdelay``, which must have a registry.
 
     Raises:
         click.UsageError: The application has no registry, or a setting is invalid.
@@ -70,7 +70,7 @@ def with_registry() -> Iterator[RabbitDelay]:
 @_filters
 @click.option("--key", help="Only tasks with this key.")
 @click.option(
-    "-n", "--limit", type=click.IntRange(1), default=100, show_default=True, help="The maximum."
+    "-n", "--limit", type=click.IntRange(1), default=100, show_default=True, help="Maximum to list."
 )
 def pending(limit: int, **filters: Unpack[Filters]) -> None:
     """List waiting tracked tasks by due time."""
@@ -80,7 +80,7 @@ def pending(limit: int, **filters: Unpack[Filters]) -> None:
         since = delays.pending_since()
     more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
     last = (
-        f"{count:,} tracked tasks wait{more} (untracked ones are not listed: see status); "
+        f"{count:,} tracked tasks wait{more} (untracked tasks are not listed: see status); "
         f"the list is complete since {shared.local(since)}"
     )
     found = {"count": count, "since": since, "tasks": [task._asdict() for task in shown]}
@@ -95,7 +95,7 @@ def _table(tasks: Sequence[Pending]) -> Iterator[str]:
     yield from shared.aligned(rows)
 
 
-#: The tasks that a command is about; see :func:`_of_each`.
+#: The arguments that choose a command's tasks; see :func:`_of_each`.
 _meant: Final = shared.options(
     click.argument("tasks", nargs=-1),
     click.option("--key", help="The task with this key, instead of ids."),
@@ -136,7 +136,7 @@ def _of_each(
 
 
 def _facts(found: KnownTask) -> Iterator[str]:
-    """Yield the lines that describe a task, without unknown facts."""
+    """Yield the lines that describe a task; leave out unknown facts."""
     due = found.due and f"{shared.local(found.due)}, {_when(found.due)}"
     may_be_in = ", ".join(f"{name} ({count:,})" for name, count in found.may_be_in.items())
     if found.due and found.due > wall_clock.now():
@@ -172,7 +172,7 @@ def _count(number: int, nouns: str) -> str:
 
 
 def _when(due: datetime) -> str:
-    """Return the time until an instant, or since then, in whole seconds."""
+    """Return the time until an instant, or since the instant, in whole seconds."""
     late_ms = int((wall_clock.now() - due).total_seconds()) * 1000
     return f"{'overdue by' if late_ms > 0 else 'in'} {duration_text(abs(late_ms))}"
 
@@ -254,7 +254,7 @@ def cancel(
 
 
 def _abort(delays: RabbitDelay, job: str, count: int, dry_run: bool, yes: bool) -> None:
-    """Abort an open job, of which ``count`` tracked tasks wait, as ``cancel(job=...)`` does."""
+    """Abort an open job as ``cancel(job=...)`` does; ``count`` of its tracked tasks wait."""
     tasks = "with all its tasks, tracked or not"
     if not (yes or dry_run):
         click.confirm(f"Abort the open job {job!r}, {tasks}?", abort=True)

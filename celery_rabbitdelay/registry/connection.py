@@ -61,7 +61,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
             ``redis+cluster://host:6379`` with any server of a cluster.
         options: Other arguments of redis-py's client; for Sentinel, also ``master_name`` and
             ``sentinel_kwargs``, as in ``result_backend_transport_options``. ``socket_timeout`` is
-            :data:`TIMEOUT` by default, and bounds connecting as well.
+            :data:`TIMEOUT` by default, and also limits the time for connecting.
 
     Raises:
         InvalidSetting: The URL or an option is invalid, or the package ``redis`` is missing.
@@ -88,8 +88,7 @@ def connect(url: str, options: Mapping[str, Any] | None = None) -> Store:
         "decode_responses": True,
         # The id of a task may hold half of a surrogate pair; see index.py.
         "encoding_errors": "surrogatepass",
-        # By default, redis-py tries again for seconds, and runs a script twice if its answer
-        # is lost.
+        # By default, redis-py retries for seconds, and runs a script twice if its answer is lost.
         "retry": Retry(NoBackoff(), 0),
         **options,
     }
@@ -129,7 +128,7 @@ def _client_of(scheme: str, url: str, given: dict[str, Any]) -> Callable[[], Any
         url = url.replace("redis+socket", "unix", 1).replace("virtual_host=", "db=")
     is_behind_sentinel = scheme.startswith("sentinel")
     make = _behind_sentinel if is_behind_sentinel else Redis.from_url
-    make(url, **given).connection_pool.make_connection()  # which does not connect yet
+    make(url, **given).connection_pool.make_connection()  # checks the options, and does not connect
     return partial(make, url, **given)
 
 

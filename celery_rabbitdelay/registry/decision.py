@@ -35,7 +35,8 @@ class Verdict(Enum):
     #: This message does not run: another message of the same task does.
     REPLACED = "replaced"
 
-    #: The task does not run: it was sent with ``once``, has run, and is not redelivered.
+    #: The task does not run: it was sent with ``once``, has run, and the message is not
+    #: redelivered.
     DUPLICATE = "duplicate"
 
     #: The task goes back into the levels: it was postponed or paused, or its job is still open.
@@ -65,7 +66,7 @@ class Outcome(Enum):
     #: The task was already cancelled or superseded; nothing was changed.
     CANCELLED = "cancelled"
 
-    #: The task was waiting. It will not run, or not before its new due time.
+    #: The task was waiting. The task will not run, or will not run before its new due time.
     DONE = "done"
 
 
@@ -103,20 +104,20 @@ class Arrival(NamedTuple):
     """A delayed task that is due and has arrived.
 
     Attributes:
-        task_id: Its id.
-        due_ms: When it was due, in milliseconds since 1970-01-01 UTC.
+        task_id: The task's id.
+        due_ms: When the task was due, in milliseconds since 1970-01-01 UTC.
         attempt: The attempt, as :func:`attempt_of` writes it.
-        copy: The message's header :data:`COPY`; empty without it.
+        copy: The message's header :data:`COPY`; empty without the header.
         ticket: The message's headers :data:`LIFE` and :data:`ORDER`.
-        key: The message's header :data:`KEY`; empty without it.
-        job: The message's header :data:`JOB`; empty without it.
+        key: The message's header :data:`KEY`; empty without the header.
+        job: The message's header :data:`JOB`; empty without the header.
         job_id: The message's header :data:`JOB_ID`; empty for the latest job of that name.
         once: The queue at which the task arrives, if only one message of the attempt may run there;
             empty if all messages may run, and for an occurrence of a schedule.
-        mark: Its header :data:`ONCE`.
+        mark: The message's header :data:`ONCE`.
         name: The name of this arrival, if only one message may run; see :meth:`named`.
         redelivered: Whether RabbitMQ has delivered this message before.
-        in_doubt: Its header :data:`REDELIVERED`.
+        in_doubt: Whether the message has the header :data:`REDELIVERED`.
         put_back_ms: The time until which the registry last put the task back; 0 if it never did.
         paused_ms: The start of the pause of the task's name or queue; 0 if neither is paused.
         is_occurrence: Whether the task belongs to a schedule; the schedule's record then decides,
@@ -141,17 +142,17 @@ class Arrival(NamedTuple):
     is_occurrence: bool = False
 
     def named(self) -> Self:
-        """Rename the arrival if only one message may run; its mark keeps the old name."""
+        """Rename the arrival if only one message may run; the arrival's mark keeps the old name."""
         if not self.once and not self.is_occurrence:
             return self
         mark = self.mark.after(self.name) if self.name else self.mark
         return self._replace(mark=mark, name=new_copy())
 
     def put_back(self, is_answer: bool) -> dict[str, Any]:
-        """Return the headers in which its message names this arrival when it is put back.
+        """Return headers that name this arrival, for a message that is put back.
 
-        Redis may have recorded this arrival, and its answer was lost. Naming the arrival keeps the
-        next one from counting as a duplicate.
+        Redis may have recorded this arrival although the answer was lost. With these headers, the
+        next arrival of the message does not count as a duplicate of this arrival.
 
         Args:
             is_answer: Whether Redis has answered.
@@ -162,11 +163,11 @@ class Arrival(NamedTuple):
         return headers
 
     def follows(self, mark: Mark, arrival: str) -> bool:
-        """Return whether this arrival may replace the one that was allowed to run.
+        """Return whether this arrival may replace the arrival that was allowed to run.
 
         Args:
-            mark: The mark of that arrival.
-            arrival: Its name.
+            mark: The mark of the arrival that was allowed to run.
+            arrival: The name of the arrival that was allowed to run.
         """
         name, generation, former = self.mark
         is_same = (mark.generation, arrival) == (generation, self.name)
@@ -183,9 +184,9 @@ class Arrival(NamedTuple):
     def heir_of(self) -> int:
         """The latest generation whose arrivals this arrival may replace without naming them, or -1.
 
-        The generation is the number of times that a message was put back. A message that RabbitMQ
-        redelivers, or that was put back after a redelivery, cannot name its former arrivals. The
-        copies of a message that was put back do not replace one another's arrivals.
+        A message's generation is the number of times that the message was put back. A message that
+        RabbitMQ redelivers, or that was put back after a redelivery, cannot name its former
+        arrivals. The copies of a message that was put back do not replace one another's arrivals.
         """
         if self.redelivered:
             return self.mark.generation
@@ -236,8 +237,8 @@ class Registration(NamedTuple):
 
     Attributes:
         task_id: The task's id.
-        copy: The message's name; its header :data:`COPY`.
-        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
+        copy: The name of the message, from its header :data:`COPY`.
+        due_ms: When the message is due, in milliseconds since 1970-01-01 UTC.
         attempt: The attempt; see :func:`.attempt_of`.
         ticket: The ticket that the registry assigned before the send.
         key: The task's key; empty if it has none.
@@ -279,7 +280,8 @@ class Decision(NamedTuple):
         why: With ``UNREADABLE``: the error from Redis.
         is_paused: With ``LATER``: whether the task waits for a resume. The task then waits until
             ``until_ms`` only if it cannot wait in the queue of paused tasks.
-        is_answer: Whether Redis has answered. Otherwise, Redis may have recorded another decision.
+        is_answer: Whether Redis has answered. Without an answer, Redis may have recorded another
+            decision.
     """
 
     verdict: Verdict
@@ -303,7 +305,7 @@ def attempt_of(retries: object, nesting: object) -> str:
 
     Args:
         retries: How often the task was retried: Celery's header ``retries``.
-        nesting: Number of replacements: Celery's header ``replaced_task_nesting``.
+        nesting: The number of replacements: Celery's header ``replaced_task_nesting``.
     """
     counts = (count if is_int(count, 0, names.MAX_EXACT) else 0 for count in (retries, nesting))
     return ".".join(map(str, counts))
@@ -373,10 +375,10 @@ def arrive(record: Record, message: Arrival, word: str, is_old: bool = False) ->
     Args:
         record: The record of the task.
         message: The message.
-        word: The verdict of its key and its job: ``run``, ``later``, ``expired``, ``superseded`` or
-            ``replaced``.
-        is_old: Whether the message was due and was last put back so long ago that decisions about
-            it may have expired.
+        word: The verdict of the task's key and job: ``run``, ``later``, ``expired``, ``superseded``
+            or ``replaced``.
+        is_old: Whether the message's due time and its last return to the levels are so long ago
+            that decisions about the message may have expired.
     """
     full, is_paused = _full(message), bool(message.paused_ms)
     winner = dict(record.won).get(full) if message.copy else None

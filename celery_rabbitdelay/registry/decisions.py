@@ -31,8 +31,8 @@ from celery_rabbitdelay.worker.restore import lateness, may_run_since
 
 logger = get_logger(__name__)
 
-#: The shortest and the longest wait in the levels, in seconds, while Redis is down. In between, a
-#: task waits as long as Redis has been down, plus up to a quarter at random.
+#: The minimum and the maximum wait in the levels, in seconds, while Redis is down. Within these
+#: limits, a task waits as long as Redis has been down, plus up to a quarter at random.
 MIN_PAUSE: Final = 5.0
 MAX_PAUSE: Final = 60.0
 
@@ -40,8 +40,8 @@ MAX_PAUSE: Final = 60.0
 ASK_AGAIN: Final = 5.0
 
 #: The batch window in seconds, used if the worker's prefetch count allows ``MIN_GATHERED`` times
-#: the tasks that have arrived. A round trip for one task takes as much processor time as for many,
-#: and a good part of a task's total.
+#: the tasks that have arrived. A round trip takes as much processor time for one task as for many
+#: tasks: a large part of a task's total.
 GATHER: Final = 0.004
 MIN_GATHERED: Final = 8
 
@@ -82,7 +82,7 @@ class _Due(NamedTuple):
     """A due task that has arrived.
 
     Attributes:
-        delivery: The restored message, as Celery has passed it.
+        delivery: The arguments from Celery's consumer, with the restored message.
         waited: The delay headers that the message arrived with.
         arrival: The arguments for the registry.
         queue: The queue that the message came from.
@@ -131,7 +131,7 @@ class Arrived(NamedTuple):
     """A task about which the registry has decided.
 
     Attributes:
-        delivery: The restored message, as Celery has passed it.
+        delivery: The arguments from Celery's consumer, with the restored message.
         waited: The delay headers that the message arrived with.
         arrival: The arguments for the registry.
         go_on: Runs or discards the task, in the event loop.
@@ -161,7 +161,7 @@ class Decisions(BatchThread[_Due]):
 
     Attributes:
         takers: Functions by the name of a header. If a task has the header, the function runs or
-            discards the task. Schedules add one.
+            discards the task. Schedules add a function.
     """
 
     name = "rabbitdelay-decisions"
@@ -184,7 +184,7 @@ class Decisions(BatchThread[_Due]):
         """Ask the registry about a task; the event loop then carries out the decision.
 
         Args:
-            delivery: The restored message, as Celery has passed it.
+            delivery: The arguments from Celery's consumer, with the restored message.
             waited: The delay headers that the message arrived with.
         """
         message, body = delivery.message, delivery.body
@@ -201,7 +201,7 @@ class Decisions(BatchThread[_Due]):
             self.give(due)
 
     def register(self, hub: Hub) -> None:
-        """Let the event loop run the thread's actions, and ask about tasks without an option."""
+        """Let the event loop run the thread's actions, and query Redis about plain tasks."""
         super().register(hub)
         if not self._registry.store.is_cluster:
             self._plain = PlainArrivals(
@@ -215,7 +215,7 @@ class Decisions(BatchThread[_Due]):
             self._plain.close()
 
     def begin(self) -> None:
-        """Log at the start if Redis does not answer, and record the start of the index."""
+        """Log an error of Redis at the start, and record the start of the index."""
         try:
             self._registry.breaker.call(self._registry.index.complete_since)
         except RegistryUnavailable as error:
@@ -249,8 +249,8 @@ class Decisions(BatchThread[_Due]):
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:
-            # A copy may exist that was put back without a confirm. It must not replace the same
-            # arrival.
+            # An unconfirmed copy of the message may be in the levels. The copy cannot replace the
+            # renamed arrival.
             self.give(due._replace(arrival=due.arrival.named()), ASK_AGAIN)
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
@@ -292,7 +292,7 @@ class Decisions(BatchThread[_Due]):
         )
 
     def _later(self, away: float) -> Decision:
-        """Decide to wait as long as Redis was down (within limits), and then to ask again."""
+        """Decide that a task waits about as long as Redis was down, and is then decided again."""
         return Decision(Verdict.LATER, wall_clock.ms() + pause_ms(away), is_answer=False)
 
     def _carry_out_all(self, batch: Sequence[_Due], decisions: Sequence[Decision]) -> None:

@@ -27,8 +27,8 @@ from celery_rabbitdelay.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-#: The record of a commit is due before the job expires: by this fraction of the remaining time, but
-#: at most by this number of milliseconds.
+#: How long before the end of its job the copy of a commit is due: this fraction of the remaining
+#: time, but at most this number of milliseconds.
 NOTE_SHARE: Final = 0.25
 NOTE_MS: Final = 60_000
 
@@ -36,7 +36,7 @@ NOTE_MS: Final = 60_000
 class Holding:
     """The methods of ``app.rabbitdelay`` that hold due tasks.
 
-    All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
+    All methods raise :class:`.RegistryRequired` if ``rabbitdelay_registry_url`` is not set, and
     :class:`.RegistryUnavailable` if Redis does not answer.
 
     Args:
@@ -60,7 +60,7 @@ class Holding:
         """Open a job: tasks sent with ``job=`` wait until the job is committed.
 
         Args:
-            job: The name, which no recent job may have.
+            job: The job's name, which no recent job may have.
             expires: Seconds, or a timedelta, after which the job is aborted unless committed.
 
         Raises:

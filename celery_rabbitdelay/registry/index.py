@@ -20,7 +20,7 @@ SHARDS: Final = 32
 
 #: The kinds of keys: the record of a task; the stored message of a tracked task; the newest task
 #: sent with ``key=``; a lock (``alone``); a job; a rate that several senders share; a schedule, its
-#: running occurrence, and its queued one. The scripts write some of these keys.
+#: running occurrence, and its queued occurrence. The scripts write some of these keys.
 KeyKind: TypeAlias = Literal[
     "task", "message", "key", "alone", "job", "rate", "schedule", "running", "queued"
 ]
@@ -54,7 +54,7 @@ class Names(NamedTuple):
         return f"{self.prefix}:{{0}}:{name}"
 
     def in_shards(self, name: str) -> list[str]:
-        """Return a key of every shard; the scripts build the same names.
+        """Return the names of a key in all shards; the scripts build the same names.
 
         ``jobs`` and ``open`` are the lists of jobs and of open jobs, ``kinds`` is the list of
         kinds; for the other keys, see :meth:`due`.
@@ -97,15 +97,15 @@ class Kind(NamedTuple):
         return f"{len(self.queue)}:{self.queue}{self.task}"
 
 
-#: The size of a page of one shard; the first page is smaller.
+#: The number of tasks in a page of one shard, and in the first page of the shard.
 PAGE: Final = 100
 FIRST: Final = 8
 
-#: The default limit of separately counted kinds, and a limit that no application reaches.
+#: The default maximum of separately counted kinds, and a maximum that no application reaches.
 MOST_KINDS: Final = 200
 ALL_KINDS: Final = 1_000_000
 
-#: The size in bytes up to which stored messages are read for a list of tasks.
+#: The maximum size in bytes of stored messages that are read for a list of tasks.
 SHORT: Final = 65_536
 
 
@@ -117,12 +117,12 @@ class Filter(NamedTuple):
         key: The task's ``key=``.
         job: The task's ``job=``.
         due_after_ms: The earliest due time, inclusive, in milliseconds since 1970-01-01 UTC.
-        due_before_ms: The end of the due times, exclusive.
-        sent_before_ms: The end of the times of sending, exclusive, by the clock of the task's Redis
+        due_before_ms: The exclusive upper bound of due times.
+        sent_before_ms: The exclusive upper bound of sending times, by the clock of the task's Redis
             server.
         kinds: The allowed kinds.
-        where: Another condition on a task that passes the other fields.
-        where_message: Another condition on a task and its stored message; the message is empty if
+        where: A further condition on tasks that meet all other conditions.
+        where_message: A further condition on a task and its stored message; the message is empty if
             it is unknown or longer than :data:`SHORT`.
     """
 
@@ -150,7 +150,7 @@ class Filter(NamedTuple):
         due_before: datetime | None = None,
         due_after: datetime | None = None,
     ) -> Self:
-        """Return a filter by aware datetimes."""
+        """Return a filter for due times given as aware datetimes."""
         after, before = (
             None if instant is None else milliseconds_of(instant)
             for instant in (due_after, due_before)
@@ -175,7 +175,7 @@ class Filter(NamedTuple):
         )
 
     def matches(self, task: Pending) -> bool:
-        """Return whether a task matches."""
+        """Return whether the filter selects a task."""
         return (
             self.task in (None, task.task)
             and (self.kinds is None or Kind(task.task, task.queue) in self.kinds)
@@ -206,9 +206,9 @@ class Pending(NamedTuple):
     """A waiting tracked task.
 
     Attributes:
-        task_id: Its id.
-        task: Its name.
-        due: Its due time.
+        task_id: The task's id.
+        task: The task's name.
+        due: The task's due time.
         key: The task's ``key=``, or None.
         job: The task's ``job=``, or None.
         sent: When the task was sent; None if an earlier version sent it, which did not record the
@@ -230,11 +230,12 @@ class KindCounts(NamedTuple):
 
     Attributes:
         kind: The kind.
-        total: All waiting tasks, including overdue ones.
+        total: The number of waiting tasks, including overdue tasks.
         first_due_ms: The earliest due time, which may be long ago; None if no task waits.
         next_due_ms: The earliest due time from the call's first instant on; None if no task is due
             then or later.
-        cancelled: The cancelled tasks whose messages are not due yet at the first instant.
+        cancelled: The number of cancelled tasks whose messages are not due yet at the first
+            instant.
         before: The number of tasks due before an instant, for every instant of the call.
     """
 
@@ -277,7 +278,7 @@ class Index:
     paused_since_ms: Callable[[], int | None]
 
     def complete_since(self) -> datetime:
-        """Return the start of the index: Redis may have lost tasks sent earlier."""
+        """Return the instant since which the index is complete."""
         key = self.names.only("complete-since")
         now = milliseconds_of(wall_clock.now())
 
@@ -289,8 +290,8 @@ class Index:
 
         Args:
             instants_ms: At least one instant in milliseconds since 1970-01-01 UTC. Some counts
-                concern the first one only; see :class:`KindCounts`.
-            most: The limit of separately counted kinds.
+                concern the first instant only; see :class:`KindCounts`.
+            most: The maximum number of separately counted kinds.
         """
         in_order = sorted({*instants_ms})
         arguments = [(self.least_ms(), most, instants_ms[0], *in_order)]
@@ -323,7 +324,7 @@ class Index:
         Args:
             wanted: The filter.
             after: The due time, in milliseconds, and the id of the task after which to begin.
-            most: The limit of tasks to read, matching or not; None for no limit.
+            most: The maximum number of tasks to read, matching or not; None for no limit.
         """
         entries, read = self._due(wanted, after), 0
         while page := list(islice(entries, PAGE if most is None else min(PAGE, most - read))):
@@ -342,8 +343,8 @@ class Index:
     def messages(self, task_ids: Sequence[str]) -> list[str | None]:
         """Return the stored messages of tasks, from which they can be sent again.
 
-        None stands for a task that does not wait or is not tracked, an empty text for an unknown
-        message.
+        None stands for a task that does not wait or is not tracked; an empty text stands for an
+        unknown message.
         """
         names = self.names.each("message", task_ids)
         return self.store.commands(lambda pipe: [pipe.get(name) for name in names])
@@ -364,7 +365,7 @@ class Index:
     def counts(self, wanted: Sequence[Filter]) -> list[int]:
         """Return the number of matching tasks per filter, in one round trip.
 
-        No filter may need records.
+        No filter may need the records of tasks.
         """
         least_ms, kinds = self.least_ms(), self._kinds(wanted)
         ranges = [
@@ -405,7 +406,7 @@ class Index:
         return [(task, stands_for[task.task_id][1]) for task in self._records(due, Filter())]
 
     def least_ms(self) -> int:
-        """Return the earliest due time that still counts as waiting."""
+        """Return the earliest due time of a task that still counts as waiting."""
         now_ms, paused_ms = milliseconds_of(wall_clock.now()), self.paused_since_ms()
         return min(now_ms, now_ms if paused_ms is None else paused_ms) - self.margin_ms
 
@@ -429,7 +430,7 @@ class Index:
         overlap = 1
         while True:
             # A task that arrives meanwhile shifts the ranks of all later tasks. So every page
-            # overlaps the one before; without an overlap, it is read again from further back.
+            # overlaps the previous page; a page without an overlap is read again from further back.
             start = max(rank - overlap, 0)
             page = self._page(name, start, rank + size)
             if start and (not page or page[0] > last):
@@ -481,7 +482,7 @@ class Index:
         return self.matching(tasks, wanted)
 
     def matching(self, tasks: Sequence[Pending], wanted: Filter) -> list[Pending]:
-        """Return the matching tasks."""
+        """Return the tasks that a filter selects."""
         found = [task for task in tasks if wanted.matches(task)]
         if wanted.where_message is None or not found:
             return found

@@ -1,4 +1,4 @@
-"""Jobs: sets of tasks, of which all run or none runs."""
+"""Jobs: either all tasks of a job run, or none of them runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from celery_rabbitdelay.registry.store import ScriptCall, Store, readable
 
 logger = logging.getLogger(__name__)
 
-#: The maximum number of cached committed jobs: workers do not ask Redis about their tasks.
+#: The maximum number of committed jobs in the cache. Workers ask Redis about the tasks of all other
+#: jobs.
 REMEMBERED: Final = 10_000
 
 
@@ -39,13 +40,13 @@ _STATES: Final = frozenset(each.value for each in JobState)
 
 
 class Job(NamedTuple):
-    """A job that Redis remembers.
+    """A job in Redis.
 
     Attributes:
-        name: Its name.
-        state: Its state.
-        opened: When it was opened.
-        expires: When the job is aborted unless committed.
+        name: The job's name.
+        state: The job's state.
+        opened: When the job was opened.
+        expires: When the job is aborted, unless it was committed.
     """
 
     name: str
@@ -134,7 +135,7 @@ class Jobs:
         self._call(job, "confirm", job_id)
 
     def state(self, job: str) -> JobState | None:
-        """Return the state of the latest job with a name; None if there is none."""
+        """Return the state of the latest job with a name; None if no job has this name."""
         state = self.states([(job, "")]).get((job, ""))
         known: JobState | None = readable(f"the record of job {job!r}", state)
         return known
@@ -144,7 +145,7 @@ class Jobs:
 
         Args:
             now_ms: The time by the clock of Redis.
-            most: The limit of returned jobs.
+            most: The maximum number of jobs to return.
         """
         lists = self._names.in_shards("jobs")
         found: list[list[tuple[str, float]]] = self._store.commands(

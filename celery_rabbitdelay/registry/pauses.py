@@ -21,15 +21,17 @@ logger = logging.getLogger(__name__)
 #: How long a worker caches the pauses, in seconds.
 FRESH: Final = 1.0
 
-#: How often per second a worker asks again about tasks that a pause or an open job holds. A task
-#: may wait for its turn up to this fraction of the time for which it has been held.
+#: The maximum number of questions per second that a worker asks about tasks held by a pause or an
+#: open job; and the longest wait of a task for its turn, as a fraction of the time for which the
+#: task has been held.
 PER_SECOND: Final = 50
 SHARE: Final = 0.25
 
 #: Waits are shortened at random by up to this fraction, so that tasks do not all return at once.
 JITTER: Final = 0.25
 
-#: The bounds of a wait in milliseconds: the shortest, the shortest among many tasks, the longest.
+#: The minimum of a wait in milliseconds; and the bounds of its maximum, which grows with the time
+#: for which the task has been held.
 MIN_MS: Final = 1_000
 MIN_OF_MANY_MS: Final = 5_000
 MAX_MS: Final = 600_000
@@ -46,8 +48,8 @@ class Paused(NamedTuple):
     Attributes:
         task: The name of the paused tasks; None if a queue is paused.
         queue: The name of the paused queue; None if a task name is paused.
-        since: The start.
-        until: The end; None if the pause lasts until the resume.
+        since: The start of the pause.
+        until: The end of the pause; None if the pause lasts until the resume.
     """
 
     task: str | None
@@ -75,8 +77,8 @@ class Pauses:
         """Pause the tasks of a name or for a queue; return the start of the pause.
 
         Args:
-            task: The name; None for a queue.
-            queue: The queue; None for a name.
+            task: The name of the tasks; None to pause a queue.
+            queue: The name of the queue; None to pause a task name.
             until_ms: The end of the pause by the clock of Redis, in milliseconds since 1970-01-01
                 UTC; None for no end. This end replaces an earlier end.
 
@@ -87,7 +89,7 @@ class Pauses:
         return instant_of(int(self._change("pause", _field(task, queue), until)))
 
     def resume(self, task: str | None, queue: str | None) -> bool:
-        """End a pause; return whether there was one."""
+        """End a pause; return whether the tasks were paused."""
         return bool(self._change("resume", _field(task, queue), ""))
 
     def all(self) -> list[Paused]:
@@ -103,8 +105,8 @@ class Pauses:
     def known(self) -> Mapping[str, int]:
         """Return the pauses for :func:`paused_since`, from a cache of :data:`FRESH` seconds.
 
-        If the pauses cannot be read, no task is held, and an error is logged. While the server that
-        has them is down, its last answer counts.
+        If the list of pauses cannot be read, no task is held, and an error is logged. While Redis
+        is down, its last answer counts.
 
         Raises:
             RegistryUnavailable: Redis has not answered yet.
@@ -158,10 +160,10 @@ def paused_since(known: Mapping[str, int], task: str, queue: str) -> int:
 
 
 class Questions:
-    """Schedules the next question about a held task: soon after a hold ends, but rarely."""
+    """Computes when to ask again about a held task: the longer it is held, the later."""
 
     def __init__(self) -> None:
-        #: The time of the last question, if all held tasks ask one after the other.
+        #: The turn of the latest question: held tasks take turns to ask.
         self._last = 0.0
 
     def after_ms(self, held_ms: int) -> int:
@@ -183,7 +185,7 @@ def _field(task: str | None, queue: str | None) -> str:
 def _read(answer: Sequence[str]) -> dict[str, tuple[int, int | None]]:
     """Return the start and the end of every pause by field, in milliseconds.
 
-    An invalid start counts as long ago, an invalid end as no end.
+    A pause with an invalid start counts as old; a pause with an invalid end has no end.
     """
     words = list(readable("the list of pauses", answer))
     paused: dict[str, tuple[int, int | None]] = {}

@@ -1,4 +1,4 @@
-"""Asks about tasks without an option of the registry, in the worker's event loop."""
+"""Asks Redis about tasks without an option of the registry, in the worker's event loop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from celery_rabbitdelay.worker.celery_internals import Hub
 #: The answer of Redis if nothing is recorded and nothing is paused.
 NOTHING: Final = b":0\r\n:0\r\n"
 
-#: The bytes that an answer consists of. Errors and pushes of Redis contain other bytes.
+#: The bytes of a valid answer. Errors and pushes of Redis contain other bytes.
 OF_ANSWERS: Final = b":0123456789\r\n"
 
 #: Seconds from one attempt to connect to the next.
 CONNECT_EVERY: Final = 10.0
 
-#: How often the age of a question is checked within the timeout.
+#: How many times the age of an unanswered question is checked before the timeout.
 CHECKS: Final = 4
 
 TaskT = TypeVar("TaskT")
@@ -33,13 +33,13 @@ class PlainArrivals(Generic[TaskT]):
     """Asks Redis whether a decision about arrived tasks is recorded, or anything is paused.
 
     For nearly all tasks without an option, nothing is recorded, and they may run. In all other
-    cases, including a missing answer of Redis, the thread of :class:`.Decisions` decides. In the
-    event loop, a question costs a third of the processor time that it costs in a thread.
+    cases, including a missing answer of Redis, the thread of :class:`.Decisions` decides. A
+    question in the event loop takes a third of the processor time of a question in a thread.
 
-    There is one question at a time. Tasks that arrive before its answer make up the next question.
+    There is one question at a time. Tasks that arrive before the answer make up the next question.
     If the prefetch count allows it, a question waits some milliseconds for more tasks. A question
     begins with a command that a replica refuses: after a failover, the former primary does not know
-    the decisions of the new one.
+    the decisions of the new primary.
 
     Args:
         hub: The worker's event loop.
@@ -79,7 +79,7 @@ class PlainArrivals(Generic[TaskT]):
     def connected(self) -> Any:
         """Return a new connection for :meth:`open`; None if it is not needed or not possible now.
 
-        The thread calls this, because connecting may take a while.
+        The thread calls this method, because connecting may take a while.
         """
         now = time.monotonic()
         if self.is_open or now < self._connect_at:
@@ -90,7 +90,7 @@ class PlainArrivals(Generic[TaskT]):
         return None
 
     def open(self, connection: Any) -> None:
-        """Ask over a connection of redis-py from now on, if it is one socket without encryption."""
+        """Ask over a connection of redis-py from now on, if its socket is not encrypted."""
         own = getattr(connection, "_sock", None)
         if type(own) is not socket.socket:
             self._connect_at = math.inf
@@ -104,7 +104,7 @@ class PlainArrivals(Generic[TaskT]):
         self._connection, self._answer = connection, b""
 
     def give(self, task_id: str, task: TaskT) -> None:
-        """Ask Redis about a task once the previous query is answered."""
+        """Ask Redis about a task once the previous question is answered."""
         self._waiting.append((self._names.of("task", task_id), task))
         if self._asked or self._gathers:
             return
@@ -137,7 +137,7 @@ class PlainArrivals(Generic[TaskT]):
         self._asked_at = time.monotonic()
         try:
             self._connection._sock.sendall(b"".join(self._connection.pack_commands(commands)))
-        except Exception:  # noqa: BLE001 - must not end the worker; the thread finds out more
+        except Exception:  # noqa: BLE001 - must not end the worker; the thread asks again
             self.close()
 
     def _read(self) -> None:
@@ -164,7 +164,7 @@ class PlainArrivals(Generic[TaskT]):
         (self._run if is_nothing else self._decide)(tasks)
 
     def _check_time(self, timeout: float) -> None:
-        # The loop may have been busy although the answer has arrived.
+        # The answer may have arrived while the loop was busy.
         self._read()
         if self._asked and time.monotonic() - self._asked_at >= timeout:
             self.close()

@@ -31,8 +31,8 @@ from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.registry import Registry
 
-#: A deflate stream without a header (RFC 1951), with the dictionary of envelopes. The window is
-#: 4 KiB: allocating zlib's default window takes ten times as long as compressing a small message.
+#: The options of zlib: a deflate stream without a header (RFC 1951), and a window of 4 KiB.
+#: Allocating zlib's default window takes ten times as long as compressing a small message.
 RAW: Final = -12
 MEMORY: Final = 4
 
@@ -60,7 +60,7 @@ def restored(text: str, task_id: str) -> Delayed:
 
     Args:
         text: The text.
-        task_id: The id of its task.
+        task_id: The id of the message's task.
     """
     where, size, content = _parts(text)
     destination, queue, _ = json.loads(where)
@@ -113,14 +113,14 @@ class Record(NamedTuple):
     """The record of a task.
 
     Attributes:
-        state: Its state.
-        due_ms: The earliest due time of its messages, in milliseconds since 1970-01-01 UTC; None if
-            unknown.
-        postponed_ms: The due time that it was postponed to; None if it was not.
+        state: The task's state.
+        due_ms: The earliest due time of the task's messages, in milliseconds since 1970-01-01 UTC;
+            None if unknown.
+        postponed_ms: The due time that the task was postponed to; None if it was not postponed.
         name: The task's name, if it is tracked and waits.
         key: The task's key, if it waits or is superseded.
         job: The task's job, if it is tracked and waits, or has expired.
-        sent_ms: When it was sent, if it is tracked and waits.
+        sent_ms: When the task was sent, if it is tracked and waits.
     """
 
     state: TaskState
@@ -220,32 +220,32 @@ class KnownTask:
     """The present state of a task, from the registry and the broker; None where unknown.
 
     Attributes:
-        task_id: Its id.
+        task_id: The task's id.
         state: ``waiting``, ``arrived`` (at a worker), ``cancelled``, ``superseded``, ``expired``
             (its job was aborted or has expired), or ``noted`` (postponed, but otherwise unknown).
-        due: When it is due, if it waits.
-        postponed: The due time that it was postponed to.
-        sent: When it was sent, if it is tracked and waits.
+        due: When the task is due, if it waits.
+        postponed: The due time that the task was postponed to.
+        sent: When the task was sent, if it is tracked and waits.
         key: The task's key, if it waits or is superseded.
-        job: Its job. This field and the following fields are known for waiting tracked tasks only;
-            the job and its state are known for expired tasks too.
+        job: The task's job. This field and the following fields are known for waiting tracked tasks
+            only; the job and its state are known for expired tasks too.
         job_state: ``open``, ``committed`` or ``aborted``; None if the job no longer exists.
-        task: Its name.
+        task: The task's name.
         args: The task's positional arguments as text: Celery's ``argsrepr``.
         kwargs: The task's keyword arguments as text: Celery's ``kwargsrepr``.
         queue: The queue that gets the task when it is due; None if the exchange routes it.
         exchange: The exchange that gets the task when it is due.
         routing_key: The routing key with which the exchange gets the task.
-        priority: Its priority.
-        may_be_in: The other non-empty queues in which the message of a waiting task may be, as
-            ``status`` names them, with their message counts. Before a tracked task is due, there is
-            one queue, or two while the message moves to the next queue; for other tasks, all queues
-            with a long enough wait. The message of an overdue task may be in a level only if it was
-            put back.
+        priority: The task's priority.
+        may_be_in: The non-empty queues, apart from ``queue``, that may hold the message of a
+            waiting task: their names in ``status``, and their message counts. For a tracked task
+            before its due time, there is one queue, or two while the message moves between queues.
+            For other tasks, there are all queues with a long enough wait. A level may hold the
+            message of an overdue task only if the message was put back.
         missing: For a waiting task, the queues of levels and modules that the broker lacks.
         in_queue: For an overdue task, the ``messages`` and ``consumers`` of its queue; empty if the
-            queue does not exist, None if that is unknown.
-        pauses: The pauses of its name and of its queue, if it waits.
+            queue does not exist, None if the counts are unknown.
+        pauses: The pauses of the task's name and queue, if the task waits.
     """
 
     task_id: str
@@ -271,8 +271,8 @@ class KnownTask:
 
 NO_BACKLOG: Final = Backlog({}, {}, {}, ())
 
-#: Reads the message counts of the levels, and by its name the counts of a queue, unless it is None
-#: or the counts are unknown.
+#: Reads the message counts of the levels, and the counts of the queue with the given name. The
+#: result lacks the counts of the queue if the name is None or the counts are unknown.
 Look: TypeAlias = Callable[[str | None], tuple[Backlog, Mapping[str, Counts | None]]]
 
 
@@ -283,7 +283,7 @@ def known_task(registry: Registry, task_id: str, layout: Layout, look: Look) -> 
         registry: The registry.
         task_id: The id of the task.
         layout: The layout of the levels.
-        look: Reads the counts of queues; called for a waiting task only.
+        look: Reads the message counts of queues; called for a waiting task only.
 
     Raises:
         RegistryUnavailable: Redis did not answer, or the record of the task or of its job cannot be
@@ -348,7 +348,7 @@ def _may_be_in(
 
     Args:
         layout: The layout of the levels.
-        record: The record of its task.
+        record: The record of the message's task.
         tolerance_ms: How many milliseconds late the message may arrive; None if unknown.
         backlog: The message counts.
         is_put_back: Whether an overdue message may have been put back: its job is open, or its

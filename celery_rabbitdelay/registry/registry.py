@@ -39,10 +39,12 @@ MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
 ALONE_LEASE: Final = 10.0
 LEASE_SLEEP: Final = 0.02
 
-#: The answer of ``claim.lua`` about the newest task of a key; the previous task's id follows.
+#: The beginning of an answer of ``claim.lua``: the task is the newest with its key. The id of the
+#: previous newest task follows.
 _NEWEST: Final = "newest "
 
-#: The answer of ``cancel.lua`` about a task with a key; its order and its key follow.
+#: The beginning of an answer of ``cancel.lua``: a waiting task with a key was cancelled. The task's
+#: order and key follow.
 _DONE: Final = "done "
 
 #: The answer of ``arrive.lua`` about a task that only a pause keeps from running.
@@ -93,7 +95,7 @@ class Earlier(NamedTuple):
 
     Attributes:
         name: The task's name.
-        message: The stored message of the task; empty if it is not tracked.
+        message: The stored message of the task; empty if the task is not tracked.
     """
 
     name: str
@@ -103,7 +105,7 @@ class Earlier(NamedTuple):
 class Registry:
     """The records of the tasks under one prefix.
 
-    All methods raise :class:`.RegistryUnavailable` if Redis does not answer in time, or refuses.
+    All methods raise :class:`.RegistryUnavailable` if Redis refuses a command or answers too late.
 
     Args:
         store: Redis.
@@ -155,7 +157,7 @@ class Registry:
     def now_ms(self) -> int:
         """Return the time by the clock of Redis, in milliseconds since 1970-01-01 UTC.
 
-        In a cluster, return the latest time of all servers: no registered task was sent later.
+        In a cluster, return the latest time of all servers: every registered task was sent before.
         """
         keys = self.names.in_shards("now")[: None if self.store.is_cluster else 1]
         (answers,) = self.store.of_each(ScriptCall("ask", keys, [("key",)] * len(keys)))
@@ -165,8 +167,8 @@ class Registry:
         """Return the tickets for tasks that are about to be sent, without writing anything.
 
         Args:
-            tasks: The id and the key of every task; the id is empty for a new task, the key for a
-                task without one.
+            tasks: The id and the key of every task. The id is empty for a new task; the key is
+                empty for a task without a key.
         """
         ids = [task_id for task_id, _ in tasks if task_id]
         keys = [key for _, key in tasks if key]
@@ -188,13 +190,13 @@ class Registry:
     def decide(self, arrivals: Sequence[Arrival], notes: bool = True) -> list[Decision]:
         """Decide whether arrived tasks run, by the rule in ``arrive.lua``.
 
-        The decision takes one round trip per server, and another one for tasks with a key, or with
+        The decision takes one round trip per server, and a second one for tasks with a key, or with
         a job whose outcome is not cached. If an answer is lost, the call may be repeated.
 
         Args:
             arrivals: The tasks.
-            notes: Whether to record the decisions. If False, the tasks keep waiting, and their keys
-                are not looked up.
+            notes: Whether to record the decisions. If False, the tasks keep waiting, and the
+                registry does not look up their keys.
         """
         latest = wall_clock.ms() + MAX_LIFE_MS
         words = self._words_of_jobs(arrivals)
@@ -239,9 +241,9 @@ class Registry:
         return words
 
     def _words_of_keys(self, arrivals: Sequence[Arrival]) -> Iterator[tuple[int, str]]:
-        """Yield the verdicts of keys that keep an arrival from running, by the arrival's position.
+        """Yield the position and the verdict of every arrival that its key keeps from running.
 
-        Every arrival claims its key, in case the sender died before the claim.
+        Every arrival claims its key, in case the sender died before it could claim the key.
         """
         keyed = [number for number, each in enumerate(arrivals) if each.key and each.ticket.order]
         if not keyed:
@@ -263,7 +265,7 @@ class Registry:
     def register(self, registrations: Sequence[Registration]) -> list[str]:
         """Record messages that the broker has confirmed; a task with a key supersedes older ones.
 
-        Repeating the call changes nothing. The call takes one round trip per server, and another
+        Repeating the call changes nothing. The call takes one round trip per server, and a second
         one if it has to remove superseded tasks from the index.
 
         Returns:
@@ -309,13 +311,13 @@ class Registry:
         """Cancel tasks: when their messages arrive, the tasks do not run.
 
         Args:
-            task_ids: Their ids.
+            task_ids: The ids of the tasks.
             also_future: Whether to cancel unknown ids too: tasks without ``track`` and key, and
                 tasks that are sent later.
 
         Raises:
-            RegistryUnavailable: Redis did not answer; or the record of a task cannot be read, and
-                all other tasks are cancelled.
+            RegistryUnavailable: Redis did not answer, or the record of a task cannot be read. In
+                the second case, all other tasks are cancelled.
         """
         found = zip(task_ids, self.cancel_each(task_ids, also_future), strict=True)
         return [readable(f"the record of task {task_id}", outcome) for task_id, outcome in found]
@@ -358,12 +360,12 @@ class Registry:
         return dict(zip(keys, (int(each) if each.isdigit() else 0 for each in orders), strict=True))
 
     def waiting_under(self, key: str) -> list[str]:
-        """Return a list of the id of a key's newest task, or an empty list."""
+        """Return a list with the id of the newest task under a key, or an empty list."""
         order, task_id = self.newest_under(key)
         return [task_id] if order else []
 
     def newest_under(self, key: str) -> tuple[str, str]:
-        """Return the order and the id of a key's newest task, or empty texts."""
+        """Return the order and the id of the newest task under a key, or two empty texts."""
         (found,) = self.store.commands(lambda pipeline: pipeline.get(self.names.of("key", key)))
         order, _, task_id = (found or "").partition(" ")
         return order, task_id
@@ -377,8 +379,8 @@ class Registry:
             also_future: As for :meth:`cancel`.
 
         Returns:
-            The outcome. For a due time earlier than the original one, an :class:`Earlier`: the
-            caller sends and registers a second message.
+            The outcome. If the new due time is earlier than the old one, an :class:`Earlier`: the
+            caller then sends and registers a second message.
         """
         record, key, newest = self.names.of("task", task_id), "", ""
         while True:
@@ -399,7 +401,7 @@ class Registry:
     def alone(self, name: str) -> Iterator[None]:
         """Hold the lock of a name while a block runs.
 
-        The lock expires: if its holder dies or takes too long, the next caller goes on.
+        The lock expires: if its holder dies or takes too long, the next caller proceeds.
         """
         lease = partial(self.store.lease, self.names.of("alone", name), new_copy())
         end = time.monotonic() + ALONE_LEASE
@@ -412,7 +414,7 @@ class Registry:
                 lease(0)
 
 
-#: The verdict of a job's state on its tasks; None stands for a job that Redis has lost.
+#: The verdict on a job's tasks by the job's state; None stands for a job that Redis has lost.
 _WORDS: Final = {
     None: "run",
     JobState.COMMITTED: "run",

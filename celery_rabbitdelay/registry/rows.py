@@ -28,8 +28,8 @@ BATCH: Final = 500
 ASKED: Final = 500
 ASK_AFTER: Final = 0.05
 
-#: How far beyond a row's due time its job is extended, in milliseconds. Otherwise, every row of a
-#: list sorted by due time would extend the job.
+#: How far beyond a row's due time the row's job is extended, in milliseconds. Without this margin,
+#: every row of a list sorted by due time would extend the job.
 MORE_MS: Final = 7 * 86_400_000
 
 
@@ -37,7 +37,8 @@ class RowRegistration:
     """Registers rows once the broker has confirmed them, many in one round trip.
 
     Args:
-        delays: The application's ``app.rabbitdelay``. Only some rows use its registry.
+        delays: The application's ``app.rabbitdelay``. The registry is looked up only for rows that
+            need it.
         wanted: The registry's options that all rows share.
         task_name: The task's name.
         fail: Called with the numbers of rows that cannot be sent, and the error.
@@ -74,7 +75,7 @@ class RowRegistration:
         return self._wanted.track
 
     def take(self, due: Due) -> None:
-        """Extend the rows' job, if there is one, to the due time of a row.
+        """Extend the rows' job, if there is one, beyond the due time of a row.
 
         Raises:
             JobClosed: The job is not open.
@@ -138,7 +139,7 @@ class RowRegistration:
             row: The row's number.
             call: The row's call.
             content: Returns the row's message; None if the message cannot be written a second time,
-                so that the task cannot be moved to an earlier time.
+                so that the task cannot be postponed to an earlier time.
             delayed: One row's message, and the destination of all rows.
         """
         copy = call.headers.get(COPY)
@@ -156,7 +157,7 @@ class RowRegistration:
         )
 
     def ended(self, rows: Iterable[int], is_confirmed: bool) -> None:
-        """Take the broker's answer about rows; register confirmed rows in batches."""
+        """Handle the broker's answer about rows; register confirmed rows in batches."""
         for row in rows:
             registration = self._sent.pop(row, None)
             if registration is not None and is_confirmed:

@@ -32,14 +32,14 @@ GROWING: Final = ("register", "reserve", "lease", "schedules/edit")
 #: (https://redis.io/docs/latest/develop/programmability/eval-intro/#eval-flags).
 ALLOW_OOM: Final = "#!lua flags=allow-oom"
 
-#: The limit of keys per script call: Redis serves no other client while a script runs.
+#: The maximum number of keys per script call: Redis serves no other client while a script runs.
 KEYS_PER_CALL: Final = 100
 
-#: The JSON is not escaped to ASCII: an id may contain half of a surrogate pair, and Redis's JSON
-#: decoder rejects the escape.
+#: Encodes JSON without escaping it to ASCII: an id may contain half of a surrogate pair, and
+#: Redis's JSON decoder rejects the escape.
 _json: Final = JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
-#: The text before the arguments that an error of Redis repeats.
+#: The text that precedes the command's arguments in an error of Redis.
 ARGUMENTS: Final = ", with args beginning with"
 
 
@@ -71,7 +71,7 @@ class ScriptCall(NamedTuple):
 
     @property
     def packed(self) -> Sequence[str | int]:
-        """The arguments, packed into a few: redis-py takes a microsecond per argument."""
+        """The arguments, packed into a few values: redis-py takes a microsecond per argument."""
         own_us = wall_clock.own_us()
         keep = self.keep_ms if own_us is None else f"{self.keep_ms} {own_us}"
         return (keep, _json(self.arguments), *self.shared)
@@ -83,7 +83,7 @@ class ScriptCall(NamedTuple):
 
     @property
     def by_text(self) -> Sequence[str | int]:
-        """The command that runs the script, even if the server does not know it."""
+        """The command that runs the script even if the server has not cached the script."""
         return ("EVAL", _text(self.script), len(self.keys), *self.keys, *self.packed)
 
 
@@ -97,10 +97,12 @@ class Store:
 
     Attributes:
         connect: Returns a new client of redis-py.
-        is_cluster: Whether only keys with the same hash tag are on the same server.
-        errors: The errors of redis-py; the first one is the base class of Redis's error replies.
+        is_cluster: Whether Redis is a cluster: only keys with the same hash tag are on the same
+            server.
+        errors: The errors of redis-py; the first error is the base class of Redis's error replies.
         read_only: redis-py's error if the server is a replica.
-        on_call: Called after every round trip with its seconds and whether it succeeded.
+        on_call: Called after every round trip, with its duration in seconds and whether it
+            succeeded.
     """
 
     connect: Callable[[], Client]
@@ -131,7 +133,7 @@ class Store:
         return [[by_key[key] for key in range(len(by_key))] for by_key in found]
 
     def _parts(self, call: ScriptCall) -> Iterator[Sequence[int]]:
-        """Yield groups of positions of keys that one call may have together."""
+        """Yield the positions of keys, in groups that one call may contain."""
         tags: dict[str, list[int]] = defaultdict(list)
         for number, key in enumerate(call.keys):
             tags[key.partition("}")[0] if self.is_cluster else ""].append(number)
@@ -140,7 +142,7 @@ class Store:
                 yield group[start : start + KEYS_PER_CALL]
 
     def _by_hash(self, call: ScriptCall, client: Client) -> str:
-        """Run a script by its hash; redis-py sends its text if the server does not know it."""
+        """Run a script by its hash; redis-py sends the text of a script that the server lacks."""
         if call.script not in self._scripts:
             self._scripts[call.script] = client.register_script(_text(call.script))
         return self._scripts[call.script](call.keys, call.packed, client)
@@ -186,7 +188,7 @@ class Store:
         return bool(is_held)
 
     def own_connection(self) -> Any:
-        """Return a new open connection of redis-py to the one server, which the caller closes.
+        """Return a new open connection of redis-py to the only server; the caller closes it.
 
         Raises:
             RegistryUnavailable: Redis does not answer.
@@ -211,7 +213,7 @@ class Store:
             result = self._with_client(run)
             has_succeeded = True
         except self.errors as error:
-            # While it looks for a cluster's servers, redis-py catches and wraps interruptions.
+            # While redis-py looks for a cluster's servers, it catches and wraps interruptions.
             interrupts = (cause for cause in _causes(error) if not isinstance(cause, self.errors))
             unavailable = next(interrupts, None) or _unavailable(error)
         finally:
@@ -242,7 +244,7 @@ class Store:
         if self.is_cluster:
             client.disconnect_connection_pools()
             return
-        # With Sentinel, there are connections to the sentinels as well.
+        # With Sentinel, the client also has connections to the sentinels.
         sentinel = getattr(client.connection_pool, "sentinel_manager", None)
         for connected in (client, *getattr(sentinel, "sentinels", ())):
             connected.connection_pool.disconnect()
@@ -270,7 +272,7 @@ def readable(subject: str, answer: Any) -> Any:
 def _unavailable(error: Exception) -> RegistryUnavailable:
     """Return the exception to raise for an error of redis-py, without the password.
 
-    redis-py's own texts name host and port alone. But a server without ``HELLO``, such as Redis
+    The texts of redis-py name only host and port. But a server without ``HELLO``, such as Redis
     before 6.0, repeats the command's arguments, among them the password. The causes of the error
     contain it too, so the new exception has no cause.
     """

@@ -47,17 +47,17 @@ MAX_REVOKED: Final = 100
 #: The outcomes, least certain first. The outcome of several tasks is their least certain one.
 LEAST_CERTAIN: Final = tuple(Outcome)
 
-#: The outcomes after which the task will not run, or not before its new due time.
+#: The outcomes after which the task will not run, or will not run before its new due time.
 _DECIDED: Final = (Outcome.DONE, Outcome.NOTED)
 
-#: The outcome if a second message came too late, by its state in the registry.
+#: The outcome if a second message came too late, by the message's state in the registry.
 _FOUND: Final = {
     "cancelled": Outcome.CANCELLED,
     "superseded": Outcome.CANCELLED,
     "released": Outcome.RELEASED,
 }
 
-#: One task or several: ids and results of sends.
+#: One or several tasks, given by ids or by results of sends.
 Meant: TypeAlias = "str | UUID | ResultBase | Iterable[Meant]"
 
 #: The reason in the result of a task that was cancelled while it waited.
@@ -77,7 +77,7 @@ class Filters(TypedDict, total=False):
 class Waiting(Holding):
     """The methods of ``app.rabbitdelay`` that concern waiting tasks.
 
-    All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
+    All methods raise :class:`.RegistryRequired` if ``rabbitdelay_registry_url`` is not set, and
     :class:`.RegistryUnavailable` if Redis does not answer.
 
     Args:
@@ -119,7 +119,7 @@ class Waiting(Holding):
             unknown key gives ``UNKNOWN``. Several tasks give their least certain outcome.
 
         Raises:
-            TypeError: Not exactly one of a task, a key and a job.
+            TypeError: Not exactly one of a task, a key and a job is given.
         """
         if job is not None:
             if task is not None or key is not None:
@@ -153,7 +153,7 @@ class Waiting(Holding):
         for task_id, outcome in found.items():
             if outcome in _DECIDED:
                 signals.send(signals.cancelled, self._delays.app, task_id, None)
-        # A waiting task is in no worker; its worker will ask the registry when the task arrives.
+        # No worker holds a waiting task; a worker asks the registry when the task arrives.
         arrived = (Outcome.RELEASED, Outcome.NOTED, Outcome.CANCELLED)
         ids = [task_id for task_id, outcome in found.items() if outcome in arrived]
         _revoke_by_celery(self._delays.app, ids)
@@ -171,7 +171,7 @@ class Waiting(Holding):
 
         Args:
             sent_before: Cancel only tasks sent before this instant; by default before this call.
-            **filters: As for :meth:`pending`; without any, all tasks.
+            **filters: As for :meth:`pending`; without filters, all tasks.
         """
         before = sent_before or instant_of(self.registry.now_ms() + 1)
         wanted = Filter.of(**filters)._replace(sent_before_ms=milliseconds_of(before))
@@ -220,10 +220,10 @@ class Waiting(Holding):
         eta: datetime | None = None,
         also_future: bool = True,
     ) -> Outcome:
-        """Change the due time of a waiting task, to a later or an earlier one.
+        """Change the due time of a waiting task to a later or an earlier time.
 
-        Making an overdue tracked task due now sends a new message, in case the first one was lost.
-        If a task has several messages, the one that arrives first runs.
+        Making an overdue tracked task due now sends a new message, in case the first message was
+        lost. If a task has several messages, the message that arrives first runs.
 
         Args:
             task: The id, or the result of a send, as for :meth:`cancel`.
@@ -238,8 +238,8 @@ class Waiting(Holding):
 
         Raises:
             NotTracked: The new due time is earlier, and the task is not tracked.
-            TypeError: Not exactly one of a task and a key; or not exactly one of a delay and an
-                eta.
+            TypeError: Not exactly one of a task and a key is given, or not exactly one of a delay
+                and an eta.
             InvalidDelay: The delay or the eta is invalid.
         """
         if delay is None and eta is None:
@@ -296,10 +296,10 @@ class Waiting(Holding):
             key: The task's key, instead of ``task``.
 
         Returns:
-            The task; None if the registry does not know the id or the key.
+            The state of the task; None if the registry does not know the id or the key.
 
         Raises:
-            TypeError: Not exactly one of a task and a key.
+            TypeError: Not exactly one of a task and a key is given.
             OSError: The broker cannot be reached.
         """
         own = task.id if isinstance(task, AsyncResult) else task

@@ -1,4 +1,4 @@
-"""The schedules' implementation of the kernel's seams for additions."""
+"""Implements the kernel's extension hooks for the schedules."""
 
 from __future__ import annotations
 

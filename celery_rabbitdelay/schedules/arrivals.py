@@ -1,4 +1,4 @@
-"""Handles arrived occurrences: publishes the next occurrence before one runs.
+"""Handles arrived occurrences: publishes the next occurrence before the arrived one runs.
 
 ``lua/decide.lua`` decides whether a message is processed or dropped. If it is processed, the worker
 first publishes the following occurrence and waits for its confirm. Only then does the arrived
@@ -55,10 +55,10 @@ from celery_rabbitdelay.worker.restore import lateness
 
 logger = get_logger(__name__)
 
-#: Seconds until an occurrence is tried again after the following one was not confirmed.
+#: Seconds until an occurrence is tried again if the following occurrence was not confirmed.
 TRY_AGAIN: Final = 1.0
 
-#: Seconds between two checks for missing occurrences; the first check comes within half of that.
+#: Seconds between two checks for missing occurrences; the first check comes within half this time.
 #: One worker at a time sends missing occurrences again.
 CHECK_EVERY: Final = 30.0
 
@@ -66,7 +66,7 @@ CHECK_EVERY: Final = 30.0
 MAX_REMEMBERED: Final = 20_000
 
 #: The shortest and the longest pause, in milliseconds, of an occurrence that waits for the end of a
-#: run; in between, the pause is a tenth of the time waited so far.
+#: run; within these limits, the pause is a tenth of the time waited so far.
 MIN_PAUSE_MS: Final = 500
 MAX_PAUSE_MS: Final = 30_000
 
@@ -80,13 +80,13 @@ class _Came:
     """An arrived occurrence and the state of its handling.
 
     Attributes:
-        arrived: Its task.
+        arrived: The task of the occurrence, which the registry has released or cancelled.
         went_on: Whether the rule has already accepted the occurrence.
         occurrence: The occurrence in the message's header.
         is_late: Whether the occurrence is too late to run.
-        following_ms: The following instant; None after the last one.
+        following_ms: The following instant; None after the last instant.
         decided: The decision of the rule.
-        following: The next occurrence to publish; None if there is none.
+        following: The next occurrence to publish; None if no occurrence has to be published.
         sent: The confirmed message of the following occurrence.
     """
 
@@ -111,20 +111,21 @@ class _Came:
 
 
 class Arrivals(BatchThread[_Came]):
-    """Publishes the following occurrence of a schedule, then lets the arrived one run.
+    """Publishes the following occurrence of a schedule, then lets the arrived occurrence run.
 
     Args:
         consumer: The worker's consumer, on one connection.
         early_tasks: Finds the queue from which a task came.
 
     Attributes:
-        overdue: Seconds since the longest missing occurrence was due; 0 if none is missing.
+        overdue: Seconds since the longest missing occurrence was due; 0 if no occurrence is
+            missing.
     """
 
     name = "rabbitdelay-schedules"
 
-    #: The worker's latest decision per schedule. It outlives a lost connection, and restores
-    #: decisions that Redis lost when it restarted from an older copy.
+    #: The worker's latest decision per schedule. These decisions outlive a lost connection, and
+    #: restore decisions that Redis lost when it restarted from an older copy.
     _remembered: ClassVar[LRUCache[str, Arriving]] = LRUCache(limit=MAX_REMEMBERED)
 
     def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
@@ -147,7 +148,7 @@ class Arrivals(BatchThread[_Came]):
 
     def begin(self) -> None:
         """Compare the clocks, and store the entries of beat as schedules unless Redis has them."""
-        with suppress(RegistryUnavailable):  # the next check logs it
+        with suppress(RegistryUnavailable):  # the next check logs the error
             self._note_clock()
         if self._delays.setting("beat"):
             self._beat = self._beat or BeatEntries(self._delays.schedules)
@@ -158,7 +159,7 @@ class Arrivals(BatchThread[_Came]):
         return self._check_at - time.monotonic()
 
     def work(self, batch: list[_Came]) -> None:
-        """Publish the following occurrences, and hand the arrived ones to the event loop."""
+        """Publish the following occurrences, and pass the arrived occurrences to the event loop."""
         if batch:
             self._work_on(batch)
         if time.monotonic() >= self._check_at:
@@ -188,7 +189,7 @@ class Arrivals(BatchThread[_Came]):
                 self._go_on(came, fate)
 
     def _is_read(self, came: _Came) -> bool:
-        """Parse the header of an occurrence; return False if it goes back into the levels.
+        """Parse an occurrence's header; return False if the occurrence goes back into the levels.
 
         Raises:
             LookupError: The header cannot be read, or belongs to another task.
@@ -207,7 +208,7 @@ class Arrivals(BatchThread[_Came]):
         return True
 
     def _decided(self, asked: Sequence[_Came]) -> Iterator[_Came]:
-        """Yield the occurrences with their decisions; without an answer of Redis, they wait."""
+        """Yield decided occurrences; if Redis does not answer, put them back or let them run."""
         answers: Sequence[Decided | None] = [None] * len(asked)
         try:
             answers = self._records.decide([came.arriving for came in asked])
@@ -233,7 +234,7 @@ class Arrivals(BatchThread[_Came]):
         asked_ms, redis_ms, now_ms = wall_clock.ms(), self._registry.now_ms(), wall_clock.ms()
         if now_ms < asked_ms:
             return  # the worker's clock was set back meanwhile
-        # A slow answer is not a difference between clocks.
+        # A slow answer of Redis must not count as a difference between the clocks.
         skew_ms = redis_ms - min(max(redis_ms, asked_ms), now_ms)
         if abs(skew_ms) <= TOLERATED_MS:
             skew_ms = 0
@@ -256,7 +257,7 @@ class Arrivals(BatchThread[_Came]):
             )
 
     def _published(self, decided: Iterator[_Came]) -> list[_Came]:
-        """Publish the following occurrences; return the arrivals without a failure."""
+        """Publish the following occurrences; return the arrivals for which nothing failed."""
         published: list[_Came] = []
         waiting: list[_Came] = []
         for came in decided:
@@ -289,7 +290,7 @@ class Arrivals(BatchThread[_Came]):
             self.act(partial(self._let_run, came.arrived))
 
     def _message(self, producer: DelayedProducer, came: _Came) -> Delayed:
-        """Make the message of the following occurrence from the message of the arrived one."""
+        """Make the following occurrence's message from the arrived occurrence's message."""
         former, waited = came.arrived.delivery.message, came.arrived.waited
         following = came.following
         assert following is not None
@@ -335,7 +336,7 @@ class Arrivals(BatchThread[_Came]):
 
     def _leave_out(self, came: _Came) -> None:
         """Acknowledge an occurrence that does not run."""
-        # If it is dropped, another message of the same occurrence may wait for the end of a run.
+        # If the message is dropped, another message of the occurrence may still need the place.
         if came.decided.goes_on and came.occurrence.overlap == "queue-one":
             runs.queue(self._registry, came.occurrence, 0)
         ack = came.arrived.delivery.ack
@@ -346,8 +347,8 @@ class Arrivals(BatchThread[_Came]):
 
         Args:
             came: The occurrence.
-            wait_ms: How long it waits, in milliseconds.
-            is_answer: Whether Redis has decided on the occurrence; then the next one was
+            wait_ms: How long the occurrence waits, in milliseconds.
+            is_answer: Whether Redis has decided on the occurrence; if so, the next occurrence was
                 published.
         """
         arrived, occurrence = came.arrived, came.occurrence
@@ -387,7 +388,7 @@ class Arrivals(BatchThread[_Came]):
         self._leave_out(came)
 
     def _let_run(self, arrived: Arrived) -> None:
-        """Hand an occurrence to the worker, in the event loop; its retries are plain tasks."""
+        """Pass an occurrence to the worker, in the event loop; its retries are ordinary tasks."""
         table: Any = arrived.delivery.message.headers
         while isinstance(table, dict):
             for name in (COPY, ONCE, REDELIVERED, SCHEDULE):

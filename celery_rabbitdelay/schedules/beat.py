@@ -1,4 +1,4 @@
-"""Celery's ``beat_schedule`` as schedules, with ``rabbitdelay_beat``."""
+"""Stores Celery's ``beat_schedule`` as schedules, if ``rabbitdelay_beat`` is set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 #: The arguments of :meth:`.Schedules.put` that an entry's options may contain.
 OF_PUT: Final = frozenset(Schedules.put.__kwdefaults__ or ())
 
-#: How long replaced beat entries are not put again, in milliseconds.
+#: How long workers do not put replaced beat entries again, in milliseconds.
 FLAPPING_MS: Final = 3_600_000
 
 _FORMER: Final = (
@@ -86,7 +86,8 @@ class BeatEntries:
         change nothing: replaced entries are not put again for an hour.
 
         Args:
-            is_forced: Put the entries even if they were replaced: you rolled back to this code.
+            is_forced: Whether to put the entries even if later code has replaced them, because you
+                rolled back to this code.
 
         Returns:
             Whether the schedules now match this code.
@@ -118,7 +119,7 @@ class BeatEntries:
             self._is_current = self.put()
 
     def end(self, kept: Container[str] = ()) -> None:
-        """Delete all schedules of ``beat_schedule`` except these."""
+        """Delete all schedules of ``beat_schedule`` except the given names."""
         for name in self._records.all():
             if name.startswith(self._prefix) and name not in kept:
                 self._schedules.delete(name)
@@ -136,7 +137,7 @@ def _logged(name: str) -> Iterator[None]:
 
 
 def _plan_entry(plan: _Plan, name: str, entry: Any) -> None:
-    """Plan an entry, without the options that a schedule does not take."""
+    """Plan an entry, and leave out options that a schedule does not take."""
     with _logged(name):
         given = dict(entry.options)
         options: dict[str, Any] = {"overlap": "allow"}  # as with beat

@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 #: How long the lease of the worker that repairs the schedules lasts, in milliseconds.
 HEALING_MS: Final = 30_000
 
-#: How late an occurrence may be, in milliseconds, before it is sent again; doubled with every
-#: repetition.
+#: How late an occurrence may be, in milliseconds, before it is sent again; every repetition doubles
+#: this time.
 HEAL_AFTER_MS: Final = 60_000
 
 #: The fate of an occurrence: it ran, was cancelled, was too late, was skipped because the schedule
@@ -134,8 +134,8 @@ def captured(
         app: The application.
         made: An occurrence of the schedule.
         task: The task, or its name.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: The task's positional arguments.
+        kwargs: The task's keyword arguments.
 
     Raises:
         InvalidSchedule: The arguments cannot be serialized, or the task does not go to exactly one
@@ -191,13 +191,14 @@ def send_each(
     made: Callable[[DelayedProducer, ItemT], Delayed],
     skew_ms: int = 0,
 ) -> list[tuple[ItemT, Delayed | Exception]]:
-    """Publish a message per item and register the tracked ones; return errors instead of raising.
+    """Publish and, if tracked, register a message per item; return errors instead of raising.
 
     Args:
-        delays: The ``app.rabbitdelay``.
+        delays: The application's ``app.rabbitdelay``.
         items: The items.
         made: Makes the message of an item.
-        skew_ms: How many milliseconds the clock of Redis is ahead; the due times are by that clock.
+        skew_ms: How many milliseconds the clock of Redis is ahead; the due times follow the clock
+            of Redis.
 
     Returns:
         Every item with its confirmed message or with the error.
@@ -223,7 +224,7 @@ def send_each(
 
 
 def send_all(delays: Delays, messages: Sequence[Delayed]) -> None:
-    """Sign and send messages, and register the tracked ones.
+    """Sign and send messages, and register the tracked messages.
 
     Raises:
         PublishError: A message was not confirmed. The other messages were sent.
@@ -283,13 +284,13 @@ class NotedSchedule(NamedTuple):
         done_ms: The instant decided last; -1 if no instant was decided.
         occurrence: The waiting occurrence; None if the schedule was deleted or has ended, or Redis
             has lost the occurrence.
-        message: The message that occurrences send, as :func:`.stored` returns it; empty where
+        message: The message that occurrences send, as :func:`.stored` returns it; empty if
             ``occurrence`` is None.
         is_deleted: Whether the schedule was deleted.
         is_paused: Whether the schedule is paused.
         is_sent: Whether ``put`` got the confirm of the first occurrence.
         missed_ms: When a worker noticed that the occurrence is missing; 0 if no worker did.
-        healed_ms: When the occurrence was last sent again; 0 for never.
+        healed_ms: When the occurrence was last sent again; 0 if it was never sent again.
         last: The due time, the arrival and the fate of the last occurrence that arrived; None if
             unknown.
     """
@@ -362,7 +363,7 @@ class Decided(NamedTuple):
     Attributes:
         goes_on: Whether the message is processed; otherwise it is dropped.
         following_ms: The instant of the message that must be published first; None if no message
-            must be.
+            must be published.
         is_paused: Whether the schedule is paused.
         order: The order of the following message.
         is_lost: Whether Redis has lost the schedule's message.
@@ -381,7 +382,7 @@ class Arriving(NamedTuple):
     Attributes:
         occurrence: The occurrence in the message's header.
         arrival: The arrival, named and marked; the same when the call is repeated.
-        following_ms: The instant after the occurrence; None after the last one.
+        following_ms: The instant after the occurrence; None after the last instant.
     """
 
     occurrence: Occurrence
@@ -392,7 +393,7 @@ class Arriving(NamedTuple):
 class Records:
     """The records of the schedules under one prefix.
 
-    All methods raise :class:`.RegistryUnavailable` if Redis does not answer in time, or refuses.
+    All methods raise :class:`.RegistryUnavailable` if Redis refuses a command or answers too late.
 
     Args:
         registry: The registry of the application.
@@ -415,7 +416,7 @@ class Records:
         return sorted(self.overdue("+inf"))
 
     def overdue(self, until_ms: int | str) -> dict[str, int]:
-        """Return the schedules whose next occurrence is due by an instant, and its due time."""
+        """Return the schedules whose next occurrence is due by an instant, and these due times."""
         (found,) = self._store.commands(
             lambda pipe: pipe.zrangebyscore(self._all, "-inf", until_ms, withscores=True)
         )

@@ -1,4 +1,4 @@
-"""Recurrences, and their single occurrences as messages carry them. Pure.
+"""Recurrences, and the single occurrences that messages carry. Does no I/O.
 
 cronsim parses cron expressions and computes their times; Celery's crontabs arrive parsed. When
 daylight saving time begins, a skipped time is due in the first minute after the gap; when it ends,
@@ -102,8 +102,8 @@ class Recurrence(NamedTuple):
                 as ``@daily``; or a list of these.
             zone: The time zone of cron expressions: an IANA name or an offset such as UTC+05:30.
             start: The earliest instant: an aware datetime or its ISO 8601 text. Intervals count
-                from this instant or, without it, from 1970-01-01 UTC, so that an interval of an
-                hour is due on the hour.
+                from this instant or, without a start, from 1970-01-01 UTC, so that an interval of
+                an hour is due on the hour.
             end: The latest instant, in the same forms.
             exclude: Days in the time zone without instants: a date or its text, or a list of these.
 
@@ -162,7 +162,7 @@ class Recurrence(NamedTuple):
                 raise ValueError(f"{day!r} is not a date such as 2026-12-25")
 
     def after(self, instant_ms: int) -> int | None:
-        """Return the first instant after another; None after the last one."""
+        """Return the first instant of the recurrence after a given instant; None after the last."""
         instant_ms = max(instant_ms, self.start_ms - 1)
         end_ms = MAX_DUE_MS if self.end_ms is None else self.end_ms
         found: dict[str, int] = {}
@@ -180,7 +180,7 @@ class Recurrence(NamedTuple):
             instant_ms = milliseconds_of(tomorrow) - 1
 
     def all_after(self, instant_ms: int) -> Iterator[int]:
-        """Yield all instants after another."""
+        """Yield all instants of the recurrence after a given instant."""
         following = self.after(instant_ms)
         while following is not None:
             yield following
@@ -278,7 +278,8 @@ OVERDUE: Final = gauge(
     "Seconds since the longest missing occurrence of all schedules was due.",
 )
 
-#: The longest name of a schedule, in bytes. It is part of the task id, for which AMQP allows 255.
+#: The longest name of a schedule, in bytes. The name is part of the task id, for which AMQP allows
+#: 255 bytes.
 MAX_NAME: Final = 222
 
 #: The longest jitter, in milliseconds: a day.
@@ -287,7 +288,8 @@ MAX_JITTER_MS: Final = 86_400_000
 #: The ways to treat an occurrence while another run of its schedule has not ended.
 Overlap = Literal["allow", "skip", "queue-one"]
 
-#: After missed occurrences, run a single one, or run all of them, one after the other.
+#: Values of ``catch_up_ms``: after missed occurrences, run one occurrence, or run all of them in
+#: turn.
 LAST: Final = -1
 ALL: Final = -2
 
@@ -372,8 +374,8 @@ class Occurrence(NamedTuple):
     def at(self, now_ms: int) -> tuple[bool, int | None]:
         """Return whether the occurrence still runs, and the following instant, or None.
 
-        With :data:`LAST`, the following instant is the first one in the future; with a number of
-        milliseconds, the first instant that is not too late.
+        With :data:`LAST`, the following instant is the first instant in the future; with a number
+        of milliseconds, it is the first instant that is not too late.
         """
         if self.catch_up_ms == ALL:
             return True, self.recurrence.after(self.instant_ms)

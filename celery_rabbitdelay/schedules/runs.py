@@ -39,7 +39,7 @@ RENEW_EVERY: Final = LEASE_MS / 4000
 
 @dataclass
 class _Run:
-    """A run in this worker.
+    """A run of a schedule in this worker.
 
     Attributes:
         lease: Takes, renews or releases the lease; the lease's token identifies this arrival. See
@@ -57,24 +57,24 @@ class _Run:
         """Return whether Celery had the task and has finished it."""
         if self.waits is None:
             return False
-        # A task that leaves the rate limit's bucket is for an instant neither there nor reserved.
+        # When a task leaves its rate limit's bucket, it is reserved only an instant later.
         was_seen, self.is_seen = self.is_seen, self.waits() or task_id in state.requests
         return not (was_seen or self.is_seen)
 
 
-#: The runs by task id. They outlive their connection, and a stopping worker waits for them.
+#: The runs by task id. Runs outlive their connection, and a stopping worker waits for them.
 _going: Final[dict[str, _Run]] = {}
 
 
 def waits_for_rate(consumer: Any, delivery: Delivery) -> bool:
-    """Return whether a task waits in the bucket of its rate limit. Callable from any thread."""
+    """Return whether a task waits in the bucket of its rate limit. Any thread may call this."""
     bucket = consumer.task_buckets[delivery.task]
     contents = () if bucket is None else tuple(bucket.contents)
     return id_of(delivery.message) in {request.id for request, _ in contents}
 
 
 def forget_what_has_not_begun() -> None:
-    """Forget the runs of a lost connection that had not begun: RabbitMQ redelivers them."""
+    """Forget runs that had not begun on a lost connection: RabbitMQ redelivers their tasks."""
     for task_id in set(_going) - {request.id for request in tuple(state.active_requests)}:
         _going.pop(task_id, None)
 
@@ -101,13 +101,13 @@ def try_start(registry: Registry, occurrence: Occurrence) -> bool:
 
 
 def given(consumer: Any, delivery: Delivery) -> None:
-    """Record that Celery has a task."""
+    """Record that Celery has received the task of a run."""
     if (run := _going.get(id_of(delivery.message))) is not None:
         run.waits = partial(waits_for_rate, consumer, delivery)
 
 
 def queue(registry: Registry, occurrence: Occurrence, lasts_ms: int) -> bool:
-    """Take or release the one place for an occurrence that waits for the end of a run.
+    """Take or release the only place for an occurrence that waits for the end of a run.
 
     Every edit of a schedule has its own place. So a waiting occurrence of an earlier edit, which
     will be dropped, does not block occurrences of the new edit.
@@ -127,7 +127,7 @@ def _start() -> None:
 
 
 def _keep() -> None:
-    """Renew the leases of runs, and release the leases of ended ones."""
+    """Renew the leases of runs, and release the leases of ended runs."""
     renew_at = time.monotonic() + RENEW_EVERY
     while True:
         time.sleep(POLL)

@@ -57,7 +57,7 @@ AT_ONCE_MS: Final = 100
 
 CatchUp = Literal["last", "all"]
 
-#: The word for :attr:`.Occurrence.catch_up_ms`, if there is one.
+#: The words for special values of :attr:`.Occurrence.catch_up_ms`.
 _CATCH_UPS: Final[Mapping[int, CatchUp]] = {LAST: "last", ALL: "all"}
 
 _TAKES: Final = (
@@ -70,16 +70,16 @@ class Schedule(NamedTuple):
     """A schedule.
 
     Attributes:
-        name: Its name.
-        task: The name of the task that it sends; empty if Redis has lost it, until the next
-            occurrence arrives.
+        name: The schedule's name.
+        task: The name of the task that the schedule sends; empty if Redis has lost the name, until
+            the next occurrence arrives.
         args: The task's positional arguments; None if this program cannot read them.
         kwargs: The task's keyword arguments; None if this program cannot read them.
         options: The options of the task.
         next_at: When the next occurrence is due.
         next_id: The task id of the next occurrence; cancel it to skip the occurrence.
         is_paused: Whether the schedule is paused.
-        recurrence: When it is due.
+        recurrence: When the schedule is due.
         overlap: How to treat an occurrence while another run has not ended.
         catch_up: Which missed occurrences run: "last", "all", or the largest lateness in seconds.
         jitter: The largest jitter of an occurrence, in seconds.
@@ -194,8 +194,8 @@ class Schedules:
             args: The task's positional arguments, which its serializer must accept.
             kwargs: The task's keyword arguments, which its serializer must accept.
             timezone: The time zone of cron expressions: an IANA name, or an offset such as
-                UTC+05:30. By default the crontab's own, or else the application's (see Celery's
-                ``timezone`` and ``enable_utc``).
+                UTC+05:30. The default is the time zone of the crontab, or else of the application
+                (see Celery's ``timezone`` and ``enable_utc``).
             start: The earliest instant: an aware datetime or its ISO 8601 text. Intervals count
                 from this instant.
             end: The latest instant, in the same forms.
@@ -206,13 +206,13 @@ class Schedules:
                 once.
             overlap: What happens to an occurrence if another run of the schedule has not ended:
                 ``"skip"`` skips it, ``"queue-one"`` lets one occurrence wait for the end and skips
-                the other ones, ``"allow"`` runs it at the same time. The default is ``"skip"`` for
-                a timedelta whose ``catch_up`` is ``"last"``, otherwise ``"allow"``. A run whose
+                all others, ``"allow"`` runs it at the same time. The default is ``"skip"`` for a
+                timedelta whose ``catch_up`` is ``"last"``, otherwise ``"allow"``. A run whose
                 worker was killed counts as ended after a minute.
-            catch_up: Which missed occurrences run: ``"last"`` runs one in place of all, however
-                late; ``"all"`` runs all, one after the other; a number of seconds or a timedelta
+            catch_up: Which missed occurrences run: ``"last"`` runs one occurrence in place of all,
+                however late; ``"all"`` runs all of them in turn; a number of seconds or a timedelta
                 runs the occurrences that are late by at most this time.
-            paused: Whether the schedule is paused; None leaves that as it is.
+            paused: Whether the schedule is paused; None keeps the present state.
             **options: Other options of the task: see :data:`OPTIONS`.
 
         Returns:
@@ -249,7 +249,7 @@ class Schedules:
         except (TypeError, ValueError) as error:
             takes = f"takes options that can be written as JSON: {error}"
             raise InvalidSchedule(options, takes) from None
-        if len(text) > MAX_TEXT - 200:  # its order and more are added
+        if len(text) > MAX_TEXT - 200:  # the order and other fields are added later
             raise InvalidSchedule(when, "is too long")
         if Occurrence.of(text) is None:
             raise InvalidSchedule((name, start, end, jitter, overlap, catch_up), _TAKES)
@@ -295,7 +295,7 @@ class Schedules:
                 self.delete(made.name)
                 return None
             made = made._replace(instant_ms=first_ms, order=self._next_order(before))
-            # False if another program was faster, or an occurrence has arrived.
+            # False if another program has edited the schedule, or an occurrence has arrived.
             is_noted = records.edit(made.name, before, made.order, made, message, paused)
             if is_noted:
                 self._unlist(before)
@@ -339,7 +339,7 @@ class Schedules:
         return is_known
 
     def trigger(self, name: str) -> AsyncResult[Any] | None:
-        """Send the task of a schedule now, as an additional run; None for an unknown schedule."""
+        """Send a schedule's task now, as an additional run; return None for an unknown schedule."""
         (noted,) = self._records.get([name])
         if noted is None or not noted.message:
             return None
@@ -365,8 +365,8 @@ class Schedules:
     def heal(self) -> list[str]:
         """Send missing occurrences again; return the names of their schedules.
 
-        Workers call this regularly. If an occurrence was only late, it has two messages: the first
-        one that arrives counts, and the other one is dropped.
+        Workers call this regularly. If an occurrence was only late, it has two messages: the
+        message that arrives first counts, and the other message is dropped.
         """
         now_ms, records = wall_clock.ms(), self._records
         names = list(records.overdue(now_ms - record.HEAL_AFTER_MS))
@@ -409,7 +409,7 @@ class Schedules:
 
 def _zone_of(zone: object) -> str:
     """Return the name of a time zone."""
-    if isinstance(zone, LocalTimezone):  # the machine's, which has no name for Celery 5.5
+    if isinstance(zone, LocalTimezone):  # the machine's time zone, which Celery 5.5 does not name
         path = os.path.realpath("/etc/localtime")
         return os.environ.get("TZ", "").lstrip(":") or path.partition("zoneinfo/")[2] or "UTC"
     return str(zone)

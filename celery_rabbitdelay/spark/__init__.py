@@ -5,9 +5,9 @@ Only this folder of the package imports PySpark and PyArrow. Spark makes a
 process, and pickles its writer or reader for the executors. Read ``options`` (what users set),
 ``columns`` (the schema, rows of Arrow batches, ids), ``partition`` (one partition goes through
 ``send_many``), ``write`` (a whole write, which is one job of the registry, and ``dispatch``, which
-sends from a driver) and ``data_source`` (what Spark finds, and the readers). Then read ``grouped``
-(Spark's own engine serializes the rows) with ``expressions`` (values as text). ``application``
-gives each Python process its Celery application.
+sends from a driver) and ``data_source`` (the class that Spark finds, and the readers). Then read
+``grouped`` (Spark's own engine serializes the rows) with ``expressions`` (values as text).
+``application`` gives each Python process its Celery application.
 """
 
 from __future__ import annotations

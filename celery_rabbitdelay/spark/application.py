@@ -110,9 +110,9 @@ def find_task(app: Celery, name: str | None, allows_unknown: bool) -> CeleryTask
     if name in app.tasks or allows_unknown or app.main == MADE_FROM_URL:
         return app.tasks.get(name)
     try:
-        # As in a worker: configured modules, and discovered ones.
+        # Import the configured and the discovered modules, as a worker does.
         app.loader.import_default_modules()
-    except Exception as failed:  # noqa: BLE001 - importing runs code of the user's
+    except Exception as failed:  # noqa: BLE001 - importing runs the user's code
         problem = f"is not found: cannot import the task modules here, on {_where()}: {failed!r}"
     else:
         if name in app.tasks:
@@ -161,7 +161,7 @@ def tracks(app: Celery) -> bool:
     """Return whether tasks may be tracked; True if the application is made from a URL."""
     if app.main == MADE_FROM_URL:
         return True
-    with suppress(Exception):  # importing runs code of the user's
+    with suppress(Exception):  # importing runs the user's code
         app.loader.import_default_modules()
     return any(is_tracked(app.rabbitdelay, each) for each in (None, *app.tasks.values()))
 

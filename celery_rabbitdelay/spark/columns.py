@@ -83,16 +83,16 @@ class TaskIds:
     def __init__(self, job_id: str) -> None:
         self.namespace = uuid5(NAMESPACE, job_id)
         self._begin = self.namespace.bytes
-        # Kept, because kombu's dumps makes an encoder for each call.
+        # Reuse one encoder, because kombu's dumps makes an encoder for each call.
         self._encode = _IdEncoder(sort_keys=True, separators=(",", ":")).encode
 
     def of(self, values: Sequence[object]) -> str:
-        """Return the id of the row with these values, in the order of the columns' names.
+        """Return the task id for a row's values, which are in the order of the columns' names.
 
         Raises:
             TypeError: JSON cannot express one of the values.
         """
-        # Equals uuid5, which takes three times as long: rows come by the million.
+        # Do not call uuid5, which takes three times as long: rows come by the million.
         name = self._begin + self._encode(values).encode()
         d = sha1(name, usedforsecurity=False).hexdigest()
         variant = "89ab"[int(d[16], 16) % 4]

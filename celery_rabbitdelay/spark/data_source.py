@@ -34,9 +34,10 @@ Rows: TypeAlias = "Iterator[tuple[object, ...] | pa.RecordBatch]"
 
 
 class RabbitDelayDataSource(DataSource):
-    """Writes delayed tasks, and reads waiting tasks. Spark finds it by the format's name.
+    """Writes delayed tasks, and reads waiting tasks. Spark finds this class by the format's name.
 
-    The options are those of :class:`.WriteOptions` and :class:`.ReadOptions`, in camel case.
+    The options are the attributes of :class:`.WriteOptions` and :class:`.ReadOptions`, in camel
+    case.
     """
 
     @classmethod
@@ -111,7 +112,7 @@ class _Reader(DataSourceReader):
 #: The precision of the bounds between partitions: a second.
 BOUND_MS: Final = 1000
 
-#: No task is due later than this after the first one, in milliseconds: a hundred years.
+#: The longest time from the first due time to the last, in milliseconds: a hundred years.
 MAX_SPAN_MS: Final = 100 * 366 * 86_400_000
 
 
@@ -152,7 +153,7 @@ class PendingReader(_Reader):
 
 
 def _bounds(index: Index, wanted: Filter, parts: int) -> list[int]:
-    """Return the due times between the parts, found by counting."""
+    """Return the due times that separate the parts, found by counting tasks."""
     total = index.count(wanted)
     if total < parts or parts == 1:
         return []
@@ -196,7 +197,7 @@ ARROW: Final = {
     "bigint": pa.int64(),
 }
 
-#: The maximum size of a batch: its rows, and the bytes of their bodies, which may be large.
+#: The maximum number of rows in a batch, and the bytes of message bodies that end a batch.
 BATCH_ROWS: Final = 1000
 BATCH_BYTES: Final = 8_000_000
 

@@ -18,21 +18,22 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 from pyspark.sql import types as T  # noqa: N812 - likewise
 
-#: Strings without escapes in JSON and Python, which Celery's ``saferepr`` shows like ``repr``.
+#: Strings that need no escapes in JSON and Python, and that Celery's ``saferepr`` shows like
+#: ``repr``.
 PLAIN: Final = r"""\A[ -~&&[^"'\\<\[({]]*\z"""
 
-#: Names without escapes in JSON and Python.
+#: Names that need no escapes in JSON and Python.
 PLAIN_NAME: Final = r"[A-Za-z0-9_ .-]+"
 
-#: Decimals with more digits after the point may be shown with an exponent.
+#: The maximum number of digits after the point: Python may show longer decimals with an exponent.
 MAX_SCALE: Final = 6
 
-#: A double below this bound, with at most this many digits after the point, has the same text in
-#: Python as its decimal: the shortest one, without an exponent.
+#: A double with at most this many digits after the point, and below this bound, has the same text
+#: in Python as the equal decimal: the shortest text, without an exponent.
 DOUBLE_SCALE: Final = 3
 DOUBLE_BOUND: Final = 10**12
 
-#: Spark divides with doubles, which are exact up to this number.
+#: The largest interval, in microseconds: Spark divides with doubles, which are exact up to here.
 MAX_INTERVAL_US: Final = 2**53
 
 #: The types that Spark can always write, in addition to certain decimals, arrays and structs.
@@ -71,8 +72,8 @@ def can_be_written(name: str, kind: T.DataType, is_argument: bool) -> bool:
     """Return whether Spark can write a column, or a field, as Python does.
 
     Args:
-        name: Its name.
-        kind: Its type.
+        name: The name of the column or field.
+        kind: The type of the column or field.
         is_argument: Whether the values are also written as ``repr``, and not only for an id.
     """
     if re.fullmatch(PLAIN_NAME, name) is None:
@@ -129,14 +130,14 @@ def _text(value: Column, kind: T.DataType, style: Style) -> Column:
 
 
 def is_exact(value: Column, kind: T.DataType) -> Column:
-    """Return whether the texts of a value equal Python's; this is never null."""
+    """Return whether Python writes the same texts for a value; the result is never null."""
     return F.coalesce(_is_exact(value, kind), value.isNull())
 
 
 def _is_exact(value: Column, kind: T.DataType) -> Column:
     match kind:
         case T.DoubleType():
-            # -0.0 equals 0.0.
+            # In Spark, -0.0 equals 0.0, but their texts differ.
             is_no_negative_zero = (value != 0) | (value.cast("string") == "0.0")
             is_same = _rounded(value).cast("double") == value
             return is_same & (F.abs(value) < DOUBLE_BOUND) & is_no_negative_zero
@@ -199,7 +200,7 @@ def _rounded(value: Column) -> Column:
 
 
 def interval_micros(value: Column) -> Column:
-    """Return the microseconds of an interval of days to seconds; null if it is huge."""
+    """Return the microseconds of an interval; null beyond :data:`MAX_INTERVAL_US`."""
     most = timedelta(microseconds=MAX_INTERVAL_US)
     is_countable = value.between(F.lit(-most), F.lit(most))
     return F.when(is_countable, F.unix_micros(F.timestamp_micros(F.lit(0)) + value))

@@ -29,7 +29,7 @@ from celery_rabbitdelay.spark.columns import DUE, ITEM, ROW
 from celery_rabbitdelay.spark.expressions import COMPACT, JSON, SHOWN, Style, all_of, joined
 from celery_rabbitdelay.spark.options import WriteOptions
 
-#: The third part of a task's body: it has no callbacks, and is in no chain or chord.
+#: The third part of a task's body, for a task without callbacks that is in no chain or chord.
 EMBEDDED: Final = '{"callbacks": null, "errbacks": null, "chain": null, "chord": null}'
 
 #: Intermediate columns.
@@ -42,7 +42,8 @@ REPRS: Final = ("argsrepr", "kwargsrepr")
 #: The types of columns with arguments.
 CONTAINERS: Final = {"args": T.ArrayType | T.StructType, "kwargs": T.StructType}
 
-#: The type of seconds in Spark. More seconds are above any capacity; Python writes their rows.
+#: The type of delays in Spark, in seconds. Python writes rows with longer delays, which are above
+#: any capacity.
 SECONDS: Final = "decimal(20,9)"
 
 
@@ -98,7 +99,7 @@ class Grouping:
         """Group a DataFrame."""
         layout, now_ms = self._app.rabbitdelay.topology.layout, wall_clock.ms()
         namespace = columns.TaskIds(self._options.job_id or str(uuid4())).namespace.bytes
-        # Spark computes a column only once if it has a name, even if several others need it.
+        # Spark computes a named column only once, even if several other columns need it.
         frame = frame.toDF(*self._types)
         frame = frame.select(F.struct("*").alias(ROW), *self._texts(now_ms))
         digest = F.sha1(F.concat(F.lit(bytearray(namespace)), F.col("identity").cast("binary")))
@@ -110,7 +111,8 @@ class Grouping:
         shared_ms = _shared_ms(layout, F.col(DELAY), milliseconds(self._options.tolerance))
         frame = frame.select(ROW, (now_ms + shared_ms).alias(DUE), item.alias(ITEM))
         left = F.when(F.col(ITEM).isNull(), F.col(ROW)).alias(ROW)
-        # Parts of about the same size, also if very many tasks are due together.
+        # Rebalance: the partitions have about the same size, even if very many tasks are due
+        # together.
         return frame.select(DUE, ITEM, left).hint("rebalance", DUE).sortWithinPartitions(DUE)
 
     def _check(self) -> None:
@@ -140,7 +142,7 @@ class Grouping:
         return F.ceil(F.col("delay").try_cast(SECONDS) * 1_000_000).cast("long")
 
     def _texts(self, now_ms: int) -> list[Column]:
-        """Return a row's parts as text, its delay, and whether the texts equal Python's."""
+        """Return a row's parts as text, its delay, and whether Python writes the same texts."""
         ahead_us = self._ahead_us(now_ms)
         identity = [(_given(name), self._types[name]) for name in self._identity]
         texts = [expressions.text(value, kind, COMPACT) for value, kind in identity]
@@ -165,7 +167,7 @@ class Grouping:
         ]
 
     def _blocks(self) -> list[Column]:
-        """Return the two blocks of a row, and whether they equal Python's."""
+        """Return the two blocks of a row, and whether Python writes the same blocks."""
         task_id = F.coalesce(F.col("task_id"), _uuid(F.col("digest")))
         headers = joined('{"headers":{"id":"', task_id)
         conditions = [F.col(EXACT)]
@@ -187,7 +189,7 @@ class Grouping:
             begin, end = ("(", ",)" if len(texts) == 1 else ")") if style is SHOWN else "[]"
             return joined(begin, F.concat_ws(style.comma, *texts), end)
         listed = expressions.text(args, kind, style)
-        # Celery shows empty arguments as a tuple, also if they were a list.
+        # Celery shows empty arguments as a tuple, even if they were a list.
         return F.when(F.size(args) == 0, "()").otherwise(listed) if style is SHOWN else listed
 
     def _kwargs(self, style: Style) -> Column:
@@ -197,7 +199,7 @@ class Grouping:
         return named[0][1] if "kwargs" in self._types else expressions.object_text(named, style)
 
     def _arguments_are_exact(self) -> Iterator[Column]:
-        """Yield whether the arguments equal Python's, and whether the task takes that many."""
+        """Yield whether Python writes the same arguments, and whether their number fits."""
         for name in self._arguments:
             yield expressions.is_exact(_given(name), self._types[name])
             if name in CONTAINERS:

@@ -90,7 +90,8 @@ class ApplicationOptions(NamedTuple):
             system's.
         broker_cert_file: The file with the client's certificate. All three files have to exist on
             the driver and on each executor.
-        broker_key_file: The file with the client's private key; None: in ``broker_cert_file``.
+        broker_key_file: The file with the client's private key; None if the key is in
+            ``broker_cert_file``.
     """
 
     app: Annotated[str | None, TEXT] = None
@@ -141,7 +142,7 @@ class ApplicationOptions(NamedTuple):
             "certfile": self.broker_cert_file,
             "keyfile": self.broker_key_file,
         }
-        # kombu sets it to the host of the URL.
+        # kombu replaces the name None by the host of the URL.
         checks = {"cert_reqs": ssl.CERT_REQUIRED, "server_hostname": None}
         return checks | {name: file for name, file in files.items() if file is not None}
 
@@ -160,9 +161,9 @@ class WriteOptions(NamedTuple):
         tolerance: Seconds by which a task may start late.
         envelopes: Whether tasks that are due together share a message; None for the default of
             ``send_many``.
-        job_id: The text from which, with the columns, the tasks' ids are derived. None: a random
-            one, or for a stream the id of its query.
-        id_column: The columns that identify a row; None for all.
+        job_id: The text from which, with the columns, the tasks' ids are derived. None for a random
+            text; for a stream, for the id of its query.
+        id_column: The columns that identify a row; None for all columns.
         job: A job that the caller has opened, and will commit or abort; None to make the write a
             job itself.
         job_expires: Seconds after which the tasks of a write are dropped if the write was
@@ -212,7 +213,7 @@ class WriteOptions(NamedTuple):
         """Read options that are Python values; None means that an option is not set.
 
         A task, a queue and an application may be given as objects. Executors import the
-        application; without ``app`` and ``broker``, the task's.
+        application; without ``app`` and ``broker``, the task's own application.
 
         Raises:
             InvalidOption: As for :meth:`of`.
@@ -311,7 +312,7 @@ def _known(options: Mapping[str, str], cls: type[NamedTuple]) -> dict[str, str]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return a question with the known name closest to an unknown one; empty without one."""
+    """Return a question that suggests the closest known name; empty if no known name is close."""
     close = get_close_matches(name, list(known), 1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -321,7 +322,7 @@ def _read(cls: type[NamedTuple], given: Mapping[str, str], kind: str = "") -> di
 
     Args:
         cls: The class of the options.
-        given: Their texts.
+        given: The texts of the options.
         kind: The value of ``what``, or the protocol.
     """
     found = {}
@@ -339,7 +340,7 @@ def _read(cls: type[NamedTuple], given: Mapping[str, str], kind: str = "") -> di
 
 
 def _with_password(urls: str | None, password: str | None) -> str | None:
-    """Return a URL, or a fail-over list of them, with a password."""
+    """Return a URL, or a fail-over list of URLs, with a password."""
     if urls is None or password is None:
         return urls
     found = []

@@ -59,7 +59,7 @@ ROW_ERRORS: Final = (TypeError, ValueError, EncodeError, exceptions.MessageRefus
 
 @dataclass(kw_only=True)
 class Counts:
-    """The figures of a write.
+    """The counts of a write.
 
     Attributes:
         rows: The number of rows.
@@ -111,7 +111,7 @@ class PartitionSender:
         options: The options of the write.
         write: The name of the write.
         began_ms: When the write began, in milliseconds since 1970-01-01 UTC; rows that were due
-            before are past.
+            earlier are past.
         report: The report.
     """
 
@@ -201,7 +201,7 @@ class PartitionSender:
                         if self.options.errors_path is None or not isinstance(why, ROW_ERRORS):
                             raise
                         self._refuse(members[bisect_right(numbers, number) - 1][0], why)
-                    # After too many refusals, send_many took no more rows.
+                    # After too many refused rows, send_many took no more rows.
                     members = [] if failed.rest is None else members[numbers.index(failed.rest) :]
         self._write_refused()
 
@@ -210,7 +210,7 @@ class PartitionSender:
         if self.report.job:
             options |= {"job": self.report.job, "once": True}
         if self.app.main == MADE_FROM_URL:
-            # Such an application does not know how the queue is declared.
+            # An application made from a URL does not know how the queue is declared.
             queue = options.get("queue") or self.app.conf.task_default_queue
             self.app.amqp.queues.add(Queue(queue, no_declare=True))
         if self.options.max_rate is not None:

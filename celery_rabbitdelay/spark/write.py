@@ -1,7 +1,7 @@
-"""A write: each partition is sent by an executor, and Spark's commit lets all tasks run.
+"""Writes rows: an executor sends each partition, and Spark's commit lets all tasks run.
 
-With a registry, a write is a job, which the executors open. The job's tasks do not run before Spark
-commits, or at all if Spark aborts. So Spark may send a partition twice or only in part without
+With a registry, a write is a job, which the executors open. The job's tasks run only after Spark
+commits, and never if Spark aborts. So Spark may send a partition twice or only in part without
 harm. Without a registry, each task is sent at least once.
 """
 
@@ -72,7 +72,8 @@ def dispatch(
         **options: The options of a write.
 
     Returns:
-        The report. With a registry, no task runs before all rows are sent; without one, tasks may.
+        The report. With a registry, no task runs before all rows are sent; without a registry,
+        tasks may run earlier.
 
     Raises:
         InvalidOption: An option is wrong, or tasks cannot be grouped.
@@ -95,7 +96,7 @@ def dispatch(
 
     try:
         rows = frame.mapInArrow(send, "sent binary").collect()
-    except BaseException:  # an interrupt as well: no task of an aborted job runs
+    except BaseException:  # even an interrupt: no task of an aborted job runs
         writer.abort([])
         raise
     # Pickled by send, above.
@@ -120,7 +121,7 @@ class Names(NamedTuple):
         job_id: The text from which the ids of the tasks are derived.
         write: The name of the write, which is its job if there is a registry.
         began_ms: When the write began, in milliseconds since 1970-01-01 UTC: rows that were due
-            before are past.
+            earlier are past.
     """
 
     job_id: str
@@ -131,13 +132,14 @@ class Names(NamedTuple):
 class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter):
     """Writes a DataFrame, or the micro-batches of a query, each as a job; pickled for executors.
 
-    Spark passes batches of Arrow for a stream as well, because it first checks whether a writer
-    takes them.
+    Spark also passes Arrow batches for a stream, because it first checks whether a writer takes
+    Arrow batches.
 
     Args:
         schema: The schema of the rows.
         options: The options.
-        job_id: The text from which ids are derived; None: the text in the options, or a random one.
+        job_id: The text from which ids are derived; None to use the text in the options, or a
+            random text.
         is_stream: Whether the rows are a stream.
 
     Attributes:
@@ -171,7 +173,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
         self._of_batch: Names | None = None
         if not is_stream:
             job_id = job_id or options.job_id or str(uuid4())
-            # The same ``jobId`` may be written again.
+            # A later write may use the same ``jobId``.
             write = options.job or f"spark:{job_id}:{uuid4().hex}"
             self._of_batch = Names(job_id, write, wall_clock.ms())
         self.job = self._of_batch.write if self._of_batch and self._has_registry else None
@@ -183,7 +185,7 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
         names = self._of_batch or _of_micro_batch(self._options)
         app, options = application.application_of(self._options.application), self._options
         found = Columns(self._schema, options)
-        # Spark kills its Python processes: close the connections before.
+        # Close the connections, because Spark kills its Python processes.
         with closing(app.rabbitdelay):
             if self._opens_jobs:
                 self._open(app, names.write)
@@ -211,19 +213,19 @@ class Writer(datasource.DataSourceArrowWriter, datasource.DataSourceStreamWriter
     def abort(self, messages: Messages, batchId: int | None = None) -> None:  # noqa: N803
         """Abort the jobs, because a partition has failed; their tasks do not run."""
         app = application.application_of(self._options.application)
-        # Only the executors know a micro-batch's job, which is the same for all of them.
+        # Only the executors know a micro-batch's job, which is the same for all executors.
         jobs = {each.job for each in messages if isinstance(each, PartitionReport)}
         if self.job is not None:
             jobs.add(self.job)
         # The user gets the error that ended the write; without Redis, the job expires.
         with closing(app.rabbitdelay), suppress(exceptions.RegistryUnavailable):
             for job in jobs if self._opens_jobs else ():
-                # An executor that still sends, or begins to, must not find an open job.
+                # An executor that sends, or starts to send, must not find an open job.
                 self._open(app, job)
                 app.rabbitdelay.abort_job(job)
 
     def _open(self, app: Celery, job: str) -> None:
-        """Open the job, unless another executor has.
+        """Open the job, unless another executor has opened it.
 
         Raises:
             JobClosed: The job was aborted already, or has expired.

@@ -62,8 +62,8 @@ def _option(config: pytest.Config, name: str) -> str:
 def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServer | Named]:
     """Return the RabbitMQ of this run: the server that the option names, or a private server.
 
-    ``url`` is its URL. Tests may kill a private RabbitMQ. On another RabbitMQ, the run has its own
-    virtual host.
+    ``url`` is the server's URL. Tests may kill a private RabbitMQ. On another RabbitMQ, the run has
+    its own virtual host.
     """
     if url := _option(request.config, "broker"):
         from celery_rabbitdelay.testing.session import own_virtual_host
@@ -80,7 +80,7 @@ def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServe
 def rabbitdelay_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer | Named]:
     """Return the Redis of this run: the server that the option names, or a private server.
 
-    ``url`` is its URL. Tests may kill and suspend a private Redis.
+    ``url`` is the server's URL. Tests may kill and suspend a private Redis.
     """
     if url := _option(request.config, "redis"):
         yield Named(url)
@@ -91,7 +91,7 @@ def rabbitdelay_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer | 
 
 @pytest.fixture(scope="session")
 def rabbitdelay_celery_app(request: pytest.FixtureRequest) -> object:
-    """Return the application that the option ``rabbitdelay_app`` names; can be overridden."""
+    """Return the application that the option ``rabbitdelay_app`` names; tests may override this."""
     from celery.utils.imports import symbol_by_name
 
     name = _option(request.config, "app")
@@ -120,7 +120,7 @@ def _rabbitdelay_session(
 
     sessions = _rabbitdelay_sessions
     for server in (rabbitdelay_broker, *(each.redis for each in sessions)):
-        if isinstance(server, Server):  # which an earlier test may have killed or suspended
+        if isinstance(server, Server):  # an earlier test may have killed or suspended it
             server.resume() if server.running else server.start()
     if [each.app for each in sessions] != [rabbitdelay_celery_app]:
         while sessions:
@@ -128,7 +128,7 @@ def _rabbitdelay_session(
         redis = partial(request.getfixturevalue, "rabbitdelay_redis")
         session = Session(rabbitdelay_celery_app, rabbitdelay_broker.url, redis)
         sessions.append(session)
-        # Finalizers run in reverse order: this one runs before the servers stop.
+        # Finalizers run in reverse order: this finalizer runs before the servers stop.
         request.session.addfinalizer(session.close)
     return sessions[0]
 
@@ -163,7 +163,7 @@ def rabbitdelay_worker(
 
 @pytest.fixture
 def travel(rabbitdelay_app: Celery, _rabbitdelay_session: Session) -> Iterator[Travel]:
-    """Time travel: ``travel(days=3)`` runs all tasks that fall due within three days, at once.
+    """Travel in time: ``travel(days=3)`` runs all tasks that are due within three days, at once.
 
     See :class:`celery_rabbitdelay.testing.Travel`.
     """

@@ -151,7 +151,7 @@ class RecordedRegistry(Registry):
 
     def _arrive(self, arrival: rule.Arrival, word: str, notes: bool) -> str:
         noted = self._noted(arrival.task_id)
-        record, verdict = rule.arrive(noted.record, arrival, word)  # never too late
+        record, verdict = rule.arrive(noted.record, arrival, word)  # in memory, no task is too late
         if notes:
             noted.note(record, max(arrival.due_ms, wall_clock.ms()) + self.keep_ms)
         return verdict
@@ -187,7 +187,7 @@ class RecordedRegistry(Registry):
         return Outcome(found)
 
     def newest_under(self, key: str) -> tuple[str, str]:
-        """Return the order and the id of the newest task under a key; empty without one."""
+        """Return the order and the id of the newest task under a key; empty if no task has it."""
         order, task_id = self._newest.get(key, ("", ""))
         return str(order), task_id
 
@@ -249,7 +249,7 @@ class _Job:
     """A job.
 
     Attributes:
-        job_id: Its id.
+        job_id: The job's id.
         expires_ms: When the job is aborted unless committed, in milliseconds since 1970.
         free_ms: When another job may take its name, in the same unit.
         ended: "committed" or "aborted"; empty while the job is open.
@@ -262,7 +262,7 @@ class _Job:
 
     @property
     def state(self) -> str:
-        """Its state."""
+        """The job's state."""
         return self.ended or ("open" if wall_clock.ms() < self.expires_ms else "aborted")
 
 

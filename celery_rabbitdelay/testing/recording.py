@@ -68,13 +68,13 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
     - Commands to workers (``app.control``) get no answer; ``revoke`` cancels recorded tasks.
       The fake does not replace events that a task sends itself, and result backends of single
       tasks.
-    - In nested blocks, the innermost one records.
+    - In nested blocks, the innermost block records.
 
     Args:
         app: The application, a :class:`celery_rabbitdelay.Celery` or an installed one.
 
     Raises:
-        TypeError: The application is neither of these.
+        TypeError: The application cannot delay tasks.
     """
     if not isinstance(app, Celery):
         raise TypeError(
@@ -115,7 +115,7 @@ class Recording:
         self.lock: threading.RLock = threading.RLock()
         self._app = app
         self.clock: Clock = Clock(wall_clock.ns)
-        # Used for its settings, and never opened.
+        # The connection only provides settings, and is never opened.
         connection = app.connection_for_write()
         publisher = RecordingPublisher(connection, self._record)
         producer = RecordingProducer(connection, self._record)
@@ -173,10 +173,10 @@ class Recording:
         """Run the recorded tasks in this process, in the order in which they are due.
 
         A task runs as in a worker: with its id, retries, callbacks, chains, chords and signals. The
-        tasks that it sends are recorded, and run as well if they are due by then. The package's
-        clock moves to the due time of every task, so that a task that repeats itself hourly runs 24
-        times within a day, and finally to the end of ``within``. All other code sees the real time,
-        and an ``eta`` that it computes counts from the real time.
+        tasks that it sends are recorded, and also run if they are due by then. The package's clock
+        moves to the due time of every task, so that a task that repeats itself hourly runs 24 times
+        within a day, and finally to the end of ``within``. All other code sees the real time, and
+        an ``eta`` that it computes counts from the real time.
 
         Tasks that are cancelled, expired or superseded do not run, and their results become
         ``REVOKED``. Tasks that this application does not know, paused tasks and tasks of an open
@@ -187,7 +187,7 @@ class Recording:
                 None for all.
 
         Returns:
-            The tasks that ran, in their order.
+            The tasks that ran, in the order of their runs.
 
         Raises:
             Exception: The error of a task that failed; its error callbacks are recorded. Another
@@ -304,7 +304,7 @@ class RecordingPublisher(Publisher):
 
     Args:
         connection: A connection to the broker, which is never opened.
-        take: Takes a message.
+        take: Called with every message.
     """
 
     def __init__(self, connection: Connection, take: Take) -> None:
@@ -320,7 +320,7 @@ class RecordingPublisher(Publisher):
     ) -> None:
         """Record messages; replaces :meth:`.Publisher.publish_all`."""
         for publication in publications:
-            # For delayed tasks, it is DelayedProducer.address with its arguments.
+            # The address of a delayed task is DelayedProducer.address with its arguments.
             address: Any = publication.address
             *_, due = address.args
             self._take(publication.content.message(), Address(), due)
@@ -333,7 +333,7 @@ class RecordingProducer(Producer):
 
     Args:
         connection: A connection to the broker, which is never opened.
-        take: Takes a message.
+        take: Called with every message.
     """
 
     def __init__(self, connection: Connection, take: Take) -> None:

@@ -17,8 +17,8 @@ from celery_rabbitdelay.levels.headers import parse
 from celery_rabbitdelay.registry.decision import Arrival
 from celery_rabbitdelay.worker.restore import restore
 
-#: How far a time may be from the expected one, unless the delay was given as a number: code takes
-#: some time between reading the clock and sending.
+#: How far a time may differ from the expected time, unless the delay was given as a number: code
+#: takes some time between reading the clock and sending.
 SLACK: Final = timedelta(seconds=5)
 
 #: The maximum number of sends that a failed assertion lists, the closest matches first.
@@ -33,20 +33,20 @@ class Sent:
         task: The task's name.
         args: The positional arguments, as the worker receives them: JSON turns tuples into lists.
         kwargs: The keyword arguments, as the worker receives them.
-        task_id: Its id.
+        task_id: The task's id.
         due: When the task may start, an aware datetime.
         delay: The time from the send to ``due``.
-        has_eta: Whether it was sent with an ``eta``, so that ``delay`` was measured.
-        tolerance: How much later the task may start: its tolerance.
-        exchange: The exchange that its worker sees; empty for the default exchange.
-        routing_key: The routing key that its worker sees.
-        queue: The name of the queue that it goes to; None if the exchange decides.
+        has_eta: Whether the task was sent with an ``eta``, so that ``delay`` was measured.
+        tolerance: How much later than ``due`` the task may start.
+        exchange: The exchange that the worker sees; empty for the default exchange.
+        routing_key: The routing key that the worker sees.
+        queue: The name of the queue that the task goes to; None if the exchange decides.
         priority: The priority; 0 if the send had none.
-        expires: When it expires, an aware datetime; None for never.
+        expires: When the task expires, an aware datetime; None if it never expires.
         headers: The message's headers of Celery and of the user, without this package's.
-        key: The key that it was sent with; None without one.
-        job: The job that it was sent with; None without one.
-        once: Whether only the first message with its id runs.
+        key: The key that the task was sent with; None without a key.
+        job: The job that the task was sent with; None without a job.
+        once: Whether only the first message with the task's id runs.
     """
 
     task: str
@@ -232,7 +232,7 @@ class Wanted:
 def _is_equal(sent: Sent, name: str, wanted: Any) -> bool:
     actual = getattr(sent, name)
     if name == "delay":
-        # The delay is shorter than computed: time has passed since then.
+        # The delay is shorter than computed: time passes between computing and sending.
         return bool(actual == wanted or (sent.has_eta and actual <= wanted <= actual + SLACK))
     if name == "expires" and isinstance(wanted, timedelta | int | float) and actual is not None:
         wanted = sent.due - sent.delay + timedelta(milliseconds=delay.milliseconds(wanted))

@@ -34,7 +34,8 @@ from typing import Any, ClassVar, Final, NamedTuple, Self
 #: Seconds until a wait times out: enough for a busy machine.
 PATIENCE: Final = 300.0
 
-#: Seconds that a server may take to start. A RabbitMQ node takes 5 to 15 on a small machine.
+#: Seconds that a server may take to start. A RabbitMQ node takes 5 to 15 seconds on a small
+#: machine.
 START_TIMEOUT: Final = 180.0
 
 #: Seconds that a server may take to stop by itself before it is killed.
@@ -77,7 +78,7 @@ def wait_for(
 PORTS: Final = range(10_000, 32_768)
 
 #: Sockets that reserve the last free ports, so that this function gives them to no other process.
-#: They do not listen, and SO_REUSEADDR lets the server bind the same port; see socket(7).
+#: These sockets do not listen, and SO_REUSEADDR lets the server bind the same port; see socket(7).
 _GIVEN: Final[deque[socket.socket]] = deque()
 _MOST_GIVEN: Final = 64
 
@@ -113,7 +114,7 @@ class Process:
     """A child process with a log.
 
     Args:
-        folder: The folder of its log.
+        folder: The folder of the process's log.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -122,7 +123,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The id of the process."""
         assert self._process is not None, "the process was never started"
         return self._process.pid
 
@@ -133,7 +134,7 @@ class Process:
 
     @property
     def log(self) -> str:
-        """The output of all its runs."""
+        """The output of all runs of the process."""
         path = self._log_path
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -143,8 +144,9 @@ class Process:
 
     def _begin(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         with self._log_path.open("ab") as log:
-            # A session of its own: a Ctrl-C at the terminal reaches the parent alone, which then
-            # stops the process in order, and a signal to the group reaches its helpers too.
+            # The process gets its own session: a Ctrl-C at the terminal reaches only the parent,
+            # which then stops the process in order, and a signal to the group also reaches the
+            # process's helpers.
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -182,7 +184,7 @@ class Server(Process):
     #: The Debian package of the program.
     package: ClassVar[str]
 
-    #: The address that it listens on.
+    #: The address that the server listens on.
     _host = "127.0.0.1"
 
     def __init__(self) -> None:
@@ -240,7 +242,7 @@ class Server(Process):
         """Freeze the server (SIGSTOP): its sockets stay open, but it does not answer."""
         os.killpg(self.pid, signal.SIGSTOP)
         if sys.platform == "linux":
-            # The signal takes effect later: a broker may still confirm a message or two.
+            # The signal takes effect a little later: a broker may still confirm a message or two.
             state = Path(f"/proc/{self.pid}/stat")
             wait_for(lambda: ") T " in state.read_text(), f"{self.package} to freeze")
 
@@ -281,7 +283,7 @@ class Named(NamedTuple):
     """An existing server.
 
     Attributes:
-        url: Its URL.
+        url: The URL of the server.
     """
 
     url: str
@@ -314,7 +316,7 @@ class RabbitMQServer(Server):
     """
 
     package = "rabbitmq-server"
-    #: Debian's start script; the one in /usr/sbin insists on running as the user rabbitmq.
+    #: Debian's start script; the script in /usr/sbin insists on running as the user rabbitmq.
     program: ClassVar[str] = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 
     def __init__(self, settings: Sequence[str] = (), management: bool = False) -> None:
@@ -338,7 +340,7 @@ class RabbitMQServer(Server):
 
     @property
     def node(self) -> str:
-        """The name by which the nodes of a cluster know this one."""
+        """The name by which other nodes of a cluster know this node."""
         return f"rabbitdelay{self.port}@localhost"
 
     def start(self) -> None:
@@ -357,7 +359,7 @@ class RabbitMQServer(Server):
             self._mapper = None
 
     def _start_mapper(self) -> None:
-        # Without one of its own, the node would start a port mapper that outlives it.
+        # Without its own port mapper, the node would start a port mapper that outlives it.
         if self._mapper is not None and self._mapper.poll() is None:
             return
         command = ["epmd", "-port", str(self._mapper_port), "-address", "127.0.0.1"]

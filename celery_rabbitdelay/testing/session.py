@@ -45,7 +45,7 @@ class Worker(Process):
 
     Args:
         name: The application, as ``module:attribute``.
-        folder: The folder that it shares with the test.
+        folder: The folder that the worker shares with the test.
         options: Other options of ``celery worker``.
     """
 
@@ -104,7 +104,7 @@ class Session:
         redis: Returns the Redis for tests; called if the application uses Redis.
 
     Attributes:
-        redis: The Redis; None if the application uses none.
+        redis: The Redis server for tests; None if the application does not use Redis.
 
     Raises:
         TypeError: The application cannot delay tasks.
@@ -170,7 +170,7 @@ class Session:
         """Return the running worker.
 
         Args:
-            options: Options of ``celery worker``, used when it is made.
+            options: Options of ``celery worker``, used when the worker is made.
         """
         if self._worker is None:
             self._worker = Worker(name_of(self.app), self.folder, options)
@@ -189,7 +189,7 @@ class Session:
         wait_for(consumed.exists, "a worker that takes tasks", servers.START_TIMEOUT)
 
     def travel(self, timeout: float = TIMEOUT) -> Travel:
-        """Return a traveller.
+        """Return an object that travels in time.
 
         Args:
             timeout: Seconds for all tasks that run at one instant.
@@ -242,7 +242,7 @@ def name_of(app: object) -> str:
     """Return the name under which another process can import an application.
 
     Raises:
-        LookupError: No module has it as an attribute.
+        LookupError: No module has the application as an attribute.
     """
     for module_name, module in [*sys.modules.items()]:
         if module_name != "__main__":
@@ -260,7 +260,7 @@ def own_virtual_host(broker_url: str, management_url: str = "") -> Iterator[str]
     """Make a virtual host with the management API, and delete it at the end of the block.
 
     Args:
-        broker_url: The broker; its user gets all permissions there.
+        broker_url: The URL of the broker; its user gets all permissions in the virtual host.
         management_url: The URL of the management API, with an administrator as its user; empty for
             the default port on the broker's host, with the broker's user.
 

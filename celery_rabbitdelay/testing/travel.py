@@ -63,7 +63,8 @@ TAP: Final = "rabbitdelay-copies"
 #: Seconds without an answer before checking that the worker is still running.
 LOOK_AFTER_WORKER: Final = 1.0
 
-#: Shortens the TTLs of all keys that match a pattern by some milliseconds: Redis has its own clock.
+#: Shortens the TTLs of all keys that match a pattern by some milliseconds, because Redis has its
+#: own clock.
 AGE: Final = """
 for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
   local left_ms = redis.call('PTTL', key)
@@ -140,8 +141,8 @@ class Travel:
     def code_sees_it(self) -> bool:
         """Whether ``datetime.now()`` in the test and in its tasks returns this time, too.
 
-        False by default. True takes the package ``time-machine``; then an ``eta`` that code
-        computes agrees with the levels.
+        False by default. True requires the package ``time-machine``; an ``eta`` that code computes
+        then agrees with the levels.
 
         Raises:
             ModuleNotFoundError: The package is not installed.
@@ -160,9 +161,9 @@ class Travel:
         have ended, including the tasks that they sent without a delay.
 
         Args:
-            to: The instant to travel to, an aware datetime; None: now, plus ``length``.
-            wait: Whether to wait for the tasks. With False, all tasks that are due by then are
-                delivered at once.
+            to: The instant to travel to, an aware datetime; None to travel by ``length`` from now.
+            wait: Whether to wait for the tasks. With False, all tasks that are due by the target
+                instant are delivered at once.
             **length: How far to travel: ``weeks``, ``days``, ``hours``, ``minutes``, ``seconds``,
                 as for :class:`~datetime.timedelta`.
 
@@ -192,7 +193,7 @@ class Travel:
             within: How far to travel at most: seconds, or a timedelta.
 
         Raises:
-            TimeoutError: The condition is not true by then, or nothing waits any more.
+            TimeoutError: The condition did not become true, or nothing waits any more.
             DidNotSettle: Tasks on the way did not end in time.
         """
         within_ms = delay.milliseconds(within)
@@ -318,9 +319,9 @@ class Travel:
         return any(found is not None and found.messages for found in counts.values())
 
     def _look(self, deadline: float) -> object:
-        """Send a look through every queue of the worker; return its counts once it is at rest.
+        """Send a look through every queue of the worker; return its counts once it is idle.
 
-        None if there is no worker.
+        The result is None if there is no worker.
 
         Raises:
             DidNotSettle: The worker does not become idle.
@@ -388,7 +389,7 @@ class HeldMessages:
     Args:
         like: A connection to the broker; the other connections are its clones.
         topology: The levels.
-        signing_keys: The keys that sign messages; None: messages are not signed.
+        signing_keys: The keys that sign messages; None to sign no messages.
 
     Attributes:
         messages: The messages, a heap.
@@ -428,8 +429,8 @@ class HeldMessages:
         self._source.consume(queues, 0)
         self._wait_for_marks([self._tap, *waiting])
         if sent_meanwhile := +self._on_their_way:
-            # A message arrives before the mark behind it in its queue. Otherwise its delay was over
-            # before its queue was consumed, and it never arrives.
+            # A message arrives before the mark behind it in its queue. A message that does not
+            # arrive had left its queue before the queue was consumed, and never arrives.
             self._wait_for_marks(queues)
             self._on_their_way.subtract(sent_meanwhile & self._on_their_way)
         self.catch_up()
@@ -441,7 +442,7 @@ class HeldMessages:
             self._read(f"{self._on_their_way.total()} messages from the levels' queues")
 
     def release(self, until_ms: int) -> list[str]:
-        """Publish messages that are due by an instant to the delivery exchange; return the keys.
+        """Publish messages due by an instant to the delivery exchange; return their routing keys.
 
         Args:
             until_ms: The instant, in milliseconds since 1970-01-01 UTC.
@@ -498,7 +499,7 @@ class HeldMessages:
                     outgoing = self._convert(each.message, info["queue"], each.due_ms)
                     content = encoded(outgoing, self._source.frame_max)
                 except (Stay, UnprocessableMessage):
-                    continue  # it is requeued at the end
+                    continue  # the message is requeued at the end
                 keys.append(outgoing.routing_key)
                 address = outgoing.reroute or repeat(outgoing.address).__next__
                 yield Publication(content, address, each.message)

@@ -76,7 +76,7 @@ class Clock:
         return self._numbers[_STANDS_AT] or self._base() + self._numbers[_AHEAD]
 
     def stand_at(self, ns: int) -> None:
-        """Stop at an instant."""
+        """Stop the clock at an instant."""
         self._numbers[_STANDS_AT] = ns
 
     def go_on(self) -> None:
@@ -103,7 +103,7 @@ class SharedClock(Clock):
             self.reset()
 
     def reset(self) -> None:
-        """Return to the real time."""
+        """Set the clock to the real time."""
         self._numbers[_AHEAD] = time.time_ns() - time.monotonic_ns()
         self._numbers[_STANDS_AT] = self._numbers[_SHOWN] = 0
 
@@ -157,7 +157,7 @@ def shown(instant: datetime) -> AbstractContextManager[object]:
     Raises:
         ModuleNotFoundError: The package ``time-machine`` is not installed.
     """
-    import time_machine  # only here: nothing else needs it
+    import time_machine  # imported here, because nothing else needs it
 
     return time_machine.travel(instant, tick=True)
 
@@ -239,7 +239,7 @@ class Rest(RabbitMQStep):
 def move(app: Celery, settings: Mapping[str, object]) -> None:
     """Move an application to the servers of a test.
 
-    Sends without a delay are confirmed as well: they reach the broker before their task ends.
+    Sends without a delay are also confirmed: they reach the broker before their task ends.
 
     Args:
         app: The application.

@@ -2,15 +2,15 @@
 -- shared.lua explains the words life, attempt, won, once and mark.
 --
 -- KEYS  the record of every task
--- ARGV  per task: copy, life, attempt, due, the queue if only one message of the attempt may run there,
---       the mark of this arrival, the names of the arrivals that put the message back (between dots), the
---       latest generation of which it may replace any arrival, whether it has an option of the registry,
---       until when it was put back last, the verdict of its key and job ("run", "later", "expired",
---       "superseded" or "replaced", or a text that begins with "!" if one of them cannot be read), the
---       reason to record if that verdict drops the task, and whether it is paused; then whether to record
---       the decision ("1")
--- Returns per task the verdict, "paused" if only a pause keeps it from running, or the due time that it
--- was postponed to.
+-- ARGV  per task: copy, life, attempt, due, the queue if only one message of the attempt may run there, the
+--       mark of this arrival, the names of the arrivals that put the message back (between dots), the latest
+--       generation of which this arrival may replace any arrival, whether the task was sent with an option of
+--       the registry, the instant until which the task was last put back, the verdict of its key and job
+--       ("run", "later", "expired", "superseded" or "replaced", or a text that begins with "!" if one of them
+--       cannot be read), the reason to record if that verdict drops the task, and whether the task is paused;
+--       then whether to record the decision ("1")
+-- Returns per task the verdict, "paused" if only a pause keeps the task from running, or the due time that the
+-- task was postponed to.
 
 local notes, now_ms = ARGV[3] == '1', clock()
 
@@ -32,7 +32,7 @@ local function arrive(record, copy, life, attempt, due, queue, mark, former, hei
       return 'duplicate'
     end
     if notes then
-      -- Also if the message is put back: later arrivals of it may then replace this one by its mark.
+      -- Record the mark even if the message is put back, so that its later arrivals may replace this arrival.
       redis.call('HSET', record, once, mark)
       keep(record, math.max(due, now_ms) + keep_ms, now_ms)
     end

@@ -1,4 +1,4 @@
--- Return the lives and orders for tasks that are about to be sent. Changes nothing.
+-- Return the lives and orders for tasks that are about to be sent. The script changes nothing.
 --
 -- KEYS  records of tasks, and keys of tasks
 -- ARGV  per key: "task" or "key"

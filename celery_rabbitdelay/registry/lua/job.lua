@@ -2,9 +2,9 @@
 --
 --   id             distinguishes jobs of the same name
 --   state          "open", "committed" or "aborted"
---   expires        when an open job turns aborted
+--   expires        when an open job becomes aborted
 --   expired        set if the job was not committed in time
---   free           from when on another job may have the name
+--   free           the instant from which another job may have the name
 --   was:ID         the state of a former job of the name
 --
 -- Every hash tag has a list of its jobs by time of opening, and a list of its open jobs by expiry.
@@ -12,7 +12,7 @@
 -- KEYS  the job
 -- ARGV  "open", "join", "commit", "abort", "look", or "confirm" (restores a commit that Redis may have lost);
 --       the job's id ("open"; "confirm"; "look", where it may be empty); how many milliseconds the job stays
---       open ("open"), or when its task is due ("join"); how many milliseconds its name stays taken after that
+--       open ("open"), or when its task is due ("join"); for how many further milliseconds its name stays taken
 -- Returns {state, id, expires}, and "now" if this call is the first to find that the job was not committed in
 -- time; an empty state if the job does not exist. "open" returns "opened", or the state of the job that has
 -- the name. If the record cannot be read, a text that begins with "!".
@@ -40,7 +40,8 @@ local function close(job, state)
   redis.call('ZREM', tag_of(job) .. 'open', name_of(job))
 end
 
--- List a job. Every call also checks the two oldest jobs, and removes them from the list if they are gone.
+-- List a job. Every call also checks the two oldest jobs, and removes them from the list if their records have
+-- expired.
 local function list(job, expires)
   local jobs, before = tag_of(job) .. 'jobs', tag_of(job) .. 'job:'
   for _, name in ipairs(redis.call('ZRANGE', jobs, 0, 1)) do

@@ -3,7 +3,7 @@
 -- KEYS  the pauses: a hash from "task:NAME" and "queue:NAME" to the start, followed by a space and the end
 --       if the pause has one
 -- ARGV  "pause", "resume" or "look"; the field; the end, empty for none ("look" needs neither)
--- Returns the start of the pause, empty if there is none; for "look" a list of fields and values by turns.
+-- Returns the start of the pause, empty if there is none; for "look" a list of alternating fields and values.
 -- If the hash cannot be read, a text that begins with "!".
 
 local now_ms = clock()

@@ -1,10 +1,10 @@
--- Change the due time of a task, to a later or an earlier one.
+-- Change the due time of a task to a later or an earlier time.
 --
 -- KEYS  the task's record
 -- ARGV  the new due time; the order of the newest task with the same key, and the key, both empty if the key
 --       is not known yet; then whether to record the postponement of an unknown task ("1")
--- Returns {outcome}; or {"key", key} if the caller has to repeat the call with the key; or, if the new due
--- time is earlier than that of the first message, {"earlier", kind, message}. For a task that is not
+-- Returns {outcome}; or {"key", key} if the caller has to repeat the call with the key; or, if the new due time
+-- is earlier than the due time of the first message, {"earlier", kind, message}. For a task that is not
 -- tracked, the message is empty, and nothing was changed.
 
 local also_future, now_ms = ARGV[3] == '1', clock()

@@ -21,9 +21,9 @@
 --
 -- The message of a tracked task is stored in a key of its own, which keeps the record small.
 --
--- All scripts take a list of keys, the time in milliseconds for which a decision is kept after its task,
--- and a JSON list of the arguments per key. They return JSON, which Python parses faster than the reply
--- that Redis makes of a table.
+-- All scripts take a list of keys, the time in milliseconds for which a decision is kept after its task, and a
+-- JSON list of the arguments per key. All scripts return JSON, which Python parses faster than the reply that
+-- Redis makes of a table.
 --
 -- All instants are milliseconds since 1970. An attempt is "LIFE.RETRIES.REPLACEMENTS". Sending a task
 -- again under its id, after it has run, begins a new life: 1, 2, and so on. A message whose sender could
@@ -135,13 +135,13 @@ local function is_cancelled(cancelled, life)
   return cancelled and tonumber(life) <= tonumber(cancelled)
 end
 
--- Return whether an arrival may replace the one that was allowed to run: both are the same, and the answer
--- was lost; or the former one has put its message back; or RabbitMQ has redelivered the message.
+-- Return whether an arrival may replace the arrival that was allowed to run: both are the same arrival, and the
+-- answer was lost; or the former arrival has put its message back; or RabbitMQ has redelivered the message.
 --
--- first, mark   the marks of the arrival that was allowed to run, and of the one that asks: the name of
---               the message, how often it was put back, and the name of the arrival, separated by dots
+-- first, mark   the marks of the arrival that was allowed to run, and of the arrival that asks: the name of the
+--               message, how often it was put back, and the name of the arrival, separated by dots
 -- former        the names of the arrivals that have put the message back, between dots
--- heir_of       the latest generation of which it may replace any arrival; -1 for none
+-- heir_of       the latest generation of which the asking arrival may replace any arrival; -1 for none
 local function follows(first, mark, former, heir_of)
   local name, generation, arrival = string.match(first, '^([^.]*)%.(%d+)%.(.*)$')
   return first == mark or name == string.match(mark, '^[^.]*')

@@ -1,36 +1,36 @@
 -- Decide whether an arrived message of a schedule is processed: the rule of schedules.
 --
 -- An instant is decided once, by the first of its messages that arrives with the schedule's latest order.
--- Afterwards, only that message is processed: if it names the arrival that decided, or if RabbitMQ has redelivered
--- it. The following message is published and confirmed before the arrived one is acknowledged. The record of
--- a schedule is a hash:
+-- Afterwards, only that message is processed, and only if it names the arrival that decided, or if RabbitMQ has
+-- redelivered it. The following message is published and confirmed before the arrived message is acknowledged.
+-- The record of a schedule is a hash:
 --
 --   order        a number that grows with every edit and with the deletion
---   begun        the order of the first put that Redis still knows of; 0 after a deletion. A message of a
---                lower order may be of the same put, if Redis had lost it: the backlog
---   first        the earliest instant that this put or a later one began with: what is earlier is the
---                backlog's
+--   begun        the order of the first put that Redis still knows of; 0 after a deletion. Messages of a lower
+--                order may belong to the same put, if Redis had lost its record: the backlog
+--   first        the earliest instant that this put or a later put began with: earlier instants belong to the
+--                backlog
 --   behind       the latest instant of the backlog that was decided
 --   revision     a fingerprint of the arguments of put
---   ahead        the instant whose message waits; empty if there is none
---   done         the instant that was decided last, apart from the backlog
+--   ahead        the instant whose message waits; empty if no message waits
+--   done         the instant that was decided last, not counting the backlog
 --   winners      the arrivals that decided the latest instants, in the order of the decisions: the
 --                instant and the arrival's mark; see follows() in shared.lua
---   paused       whether occurrences do not run
+--   paused       whether the schedule is paused: its occurrences do not run
 --   deleted      whether the schedule was deleted: the record is kept to drop older messages
 --   occurrence, message   the occurrence and the message that the schedule sends
 --   unsent, missed, healed, last   see record.py
 --
 -- KEYS  the records
--- ARGV  per key: the message's instant, order and revision; the mark of its arrival, the former arrivals,
---       and the generation, for follows(); and the instant that follows it (empty for none); then whether
---       to restore decisions that Redis may have lost by restarting from an older copy: the messages are
---       then those that decided the latest instants
+-- ARGV  per key: the message's instant, order and revision; the mark of its arrival, the former arrivals, and
+--       the generation, for follows(); and the following instant (empty for none); then whether to restore
+--       decisions that Redis may have lost by restarting from an older copy: the given messages then decided
+--       the latest instants
 -- Returns per key whether the message is processed (or dropped); the instant whose message must be published
 -- first (empty for none, or if it was published already); whether the schedule is paused; the order of the
 -- message to publish; and whether Redis has lost the schedule's message.
 
--- The least and the largest number of winners kept; in between, those of the last ten minutes.
+-- The minimum and the maximum number of winners to keep; in between, keep the winners of the last ten minutes.
 local WINNERS, MOST, RECENT_MS = 8, 128, 600000
 local notes_again, now_ms = ARGV[3] == '1', clock()
 
@@ -97,7 +97,7 @@ local function decide(record, instant, order, revision, mark, former, heir_of, f
     return dropped
   end
   if is_new then
-    -- Redis has lost the record, or an edit of it, and the message contains all that is needed.
+    -- Redis has lost the record, or an edit of it, and the message contains everything that the record needs.
     if not noted then
       redis.call('HSET', record, 'begun', order, 'first', text_of(instant))
     end
@@ -115,11 +115,11 @@ local function decide(record, instant, order, revision, mark, former, heir_of, f
     revision = known or revision
   end
   if is_backlog and following and following >= tonumber(first) then
-    following = nil -- put has sent it
+    following = nil -- put has sent the message of this instant
   end
   local answer = {true, text_of(following), paused == '1', order, not message}
 
-  -- Drop a message of a decided instant; if that instant was ahead, the following one becomes ahead.
+  -- Drop a message of a decided instant; if that instant was ahead, the following instant becomes ahead.
   local function pass_over()
     if ahead ~= instant then
       return dropped
@@ -144,13 +144,13 @@ local function decide(record, instant, order, revision, mark, former, heir_of, f
       return answer
     end
   end
-  local is_too_old = instant < done and instant ~= ahead -- it is ahead, if Redis had lost the record
+  local is_too_old = instant < done and instant ~= ahead -- it may be ahead if Redis had lost the record
   if is_backlog then
     is_too_old = instant <= behind
   end
   if is_too_old then
-    -- The instant was skipped as too old, or its winner is no longer kept: then a message that arrived
-    -- before counts as the winner.
+    -- The instant was skipped as too old, or its winner is no longer kept. In the second case, a message that
+    -- has arrived before counts as the winner.
     local came_before = heir_of >= 0 or former ~= '..'
     if #winners < WINNERS or instant > winners[1][1] or not came_before then
       return pass_over()

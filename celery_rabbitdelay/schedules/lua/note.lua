@@ -1,7 +1,7 @@
 -- Write fields of the record of a schedule.
 --
 -- KEYS  the record; see decide.lua
--- ARGV  names and values of fields by turns; an empty value deletes the field
+-- ARGV  alternating names and values of fields; an empty value deletes the field
 -- Returns an empty text.
 
 local function note(record, field, value, ...)

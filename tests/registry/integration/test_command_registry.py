@@ -47,7 +47,7 @@ def test_pending_lists_the_tasks_that_wait(shop: Any) -> None:
     assert lines[0].split() == ["due", "in", "task", "id", "key", "job"]
     assert (first in lines[1], second in lines[2]) == (True, True)
     assert lines[3].startswith(
-        "2 tracked tasks wait (untracked ones are not listed: see status); the list is complete "
+        "2 tracked tasks wait (untracked tasks are not listed: see status); the list is complete "
     )
     for options, shown in {
         "--limit 1": [first],
