@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import date, datetime
 from functools import wraps
@@ -206,7 +206,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def local(instant: datetime) -> str:
     """Return an instant as this machine's clock shows it."""
-    return instant.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    with suppress(OverflowError):  # a message may have a time on the last day of the year 9999
+        instant = instant.astimezone()
+    return instant.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def task_or_queue(task: str | None, queue: str | None) -> str:
@@ -218,8 +220,7 @@ def paused_line(
     task: str | None, queue: str | None, since: datetime, until: datetime | None = None
 ) -> str:
     """Return a line about a pause: its subject, its start and its end."""
-    held_ms = max(round((wall_clock.now() - since).total_seconds()), 0) * 1000
-    held = delay.duration_text(held_ms)
+    held = delay.duration_text(max(round((wall_clock.now() - since).total_seconds()), 0) * 1000)
     ends = "" if until is None else f", until {local(until)}"
     return f"paused: {task_or_queue(task, queue)}, since {local(since)}, for {held}{ends}"
 

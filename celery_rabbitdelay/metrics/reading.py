@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
-from math import inf
 from threading import Condition, Thread
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -42,7 +41,7 @@ class Reading(NamedTuple, Generic[_T]):
 
     Attributes:
         value: The result of the last successful query; None if no query has succeeded yet.
-        taken: When that query succeeded.
+        taken: When that query began.
         error: Why the latest query failed; None if it succeeded.
     """
 
@@ -55,7 +54,8 @@ class Readings(Generic[_T]):
     """Caches a reading of a server; the first caller after the period starts a new query.
 
     One query runs at a time, in its own thread. The caller that starts the query waits for its end.
-    All other callers get the previous reading; before the first reading, they also wait.
+    All other callers get the previous reading; before the first reading, and after
+    :meth:`outdate`, they wait for a query that has begun since then.
 
     Args:
         look: Queries the server.
@@ -71,6 +71,7 @@ class Readings(Generic[_T]):
         self._patience = patience
         self._reading: Reading[_T] | None = None
         self._until = 0.0
+        self._changes = self._seen = 0
         self._is_looking = False
         self._changed = Condition()
 
@@ -82,37 +83,47 @@ class Readings(Generic[_T]):
         """
         patience = self._patience if patience is None else patience
         with self._changed:
-            starts = not self._is_looking and time.monotonic() >= self._until
-            if starts:
-                self._until = inf
+            waits = self._reading is None or self._seen != self._changes
+            if not self._is_looking and (waits or time.monotonic() >= self._until):
                 Thread(target=self._read, name="rabbitdelay-reading", daemon=True).start()
-                self._is_looking = True
-            if starts or self._reading is None:
-                return self.ended(patience)
-            return self._reading
+                self._is_looking = waits = True
+            return self.ended(patience) if waits else self._reading or Reading()
 
     def ended(self, patience: float | None) -> Reading[_T]:
-        """Return the latest reading after the end of the running query, if there is one.
+        """Return the latest reading, after the end of a query that runs or has to follow.
 
         Args:
             patience: The longest wait of this caller, in seconds; None for no limit.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_looking, patience)
+            seen = self._seen
+            self._changed.wait_for(lambda: not self._is_looking or self._seen > seen, patience)
             return self._reading or Reading()
 
     def outdate(self) -> None:
-        """Let the next caller start a query, because the subject of this reading has changed.
+        """Let later callers wait for a new query, because the subject of this reading has changed.
 
-        A query that is running may have read the old state: another one follows it.
+        A query that is running may have read the old state: another query follows it.
         """
         with self._changed:
-            self._until = 0.0
+            self._changes += 1
 
     def _read(self) -> None:
-        before = self._reading or Reading[_T]()
+        """Query the server, and again if the subject has changed during the query."""
+        is_over = False
+        while not is_over:
+            changes, reading = self._changes, self._queried()
+            with self._changed:
+                self._reading, self._seen = reading, changes
+                self._until = time.monotonic() + self._period
+                is_over = changes == self._changes
+                self._is_looking = not is_over
+                self._changed.notify_all()
+
+    def _queried(self) -> Reading[_T]:
+        before, began = self._reading or Reading[_T](), wall_clock.now()
         try:
-            reading = Reading(self._look(), wall_clock.now())
+            reading = Reading(self._look(), began)
         except AWAY as error:
             reading = before._replace(error=why(error))
             if before.error is None:
@@ -120,12 +131,7 @@ class Readings(Generic[_T]):
         except Exception:
             logger.exception("rabbitdelay metrics: the query of a server failed unexpectedly")
             reading = before._replace(error="an unexpected error: see the log")
-        with self._changed:
-            self._reading = reading
-            if self._until == inf:
-                self._until = time.monotonic() + self._period
-            self._is_looking = False
-            self._changed.notify_all()
+        return reading
 
 
 class Broker:

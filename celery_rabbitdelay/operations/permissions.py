@@ -66,7 +66,8 @@ def rights(
         conf: The configuration of the application, for Celery's own names.
         may_declare: Whether ``rabbitdelay_declare`` is "auto".
         only_delayed: Whether a producer sends no tasks without a delay. Celery itself sends tasks
-            without a delay: it declares the queue, and publishes through the default exchange.
+            without a delay: it declares the queue, and publishes to the default exchange or, unless
+            the queue's exchange is direct, to that exchange.
         modules: The modules that a worker serves.
     """
     prefix = re.escape(topology.prefix)
@@ -84,13 +85,12 @@ def rights(
                 full.append(everything)
             else:
                 write += rf"{prefix}\.[^.]+\.x[0-9]+", rf"{prefix}\.delivery"
-            broadcasts = list(_exchanges(queue for queue in queues if queue not in lasting))
             if may_declare or not only_delayed:
                 full += _declared(lasting)
                 write += _to_declare(lasting, binds=may_declare)
-                configure += broadcasts
+                configure += _exchanges(queue for queue in queues if queue not in lasting)
             if not only_delayed:
-                write += r"amq\.default", *broadcasts
+                write += r"amq\.default", *_exchanges(queues)
         case "worker":
             if may_declare:
                 full.append(everything)

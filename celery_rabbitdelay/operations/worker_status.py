@@ -21,7 +21,6 @@ from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.instruments import LATENESS, Instrument
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations.workers import ABOUT, ARRIVALS, COMMAND
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, Worker
 
@@ -112,7 +111,7 @@ class Arrivals:
 
 
 def _step_now() -> int:
-    return int(time.monotonic()) // STEP
+    return int(time.time()) // STEP
 
 
 class CountArrivals(RabbitMQStep):
@@ -147,7 +146,7 @@ def _at_work(consumer: Any) -> dict[str, object]:
     controller = consumer.controller
     tasks = getattr(consumer, "task_consumer", None)
     running = sorted(worker_state.active_requests, key=lambda request: request.time_start or 0)
-    now = wall_clock.now().timestamp()  # Celery's time_start is wall time
+    now = time.time()  # as Celery's time_start
     return {
         "queues": sorted(queue.name for queue in (tasks.queues if tasks else ())),
         "processes": getattr(controller.pool, "num_processes", None),

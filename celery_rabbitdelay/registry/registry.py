@@ -379,8 +379,8 @@ class Registry:
             also_future: As for :meth:`cancel`.
 
         Returns:
-            The outcome. If the new due time is earlier than the old one, an :class:`Earlier`: the
-            caller then sends and registers a second message.
+            The outcome. If the new due time is earlier than the first due time of all messages, an
+            :class:`Earlier`: the caller then sends and registers another message.
         """
         record, key, newest = self.names.of("task", task_id), "", ""
         while True:

@@ -21,7 +21,7 @@ from celery_rabbitdelay.registry.record import TaskState, record_of
 from celery_rabbitdelay.web.search import Search
 from celery_rabbitdelay.web.site import Verb, Work, in_batches, log_action
 from celery_rabbitdelay.web.view_request import Fields, ViewRequest, Wrong
-from celery_rabbitdelay.web.waiting import rows
+from celery_rabbitdelay.web.waiting import found_before, rows
 
 #: The actions, with their names in the log and on the pages.
 ACTIONS: Final = {
@@ -39,11 +39,11 @@ MOST_IN_SEE: Final = 4_000
 #: The pages that an action may lead back to.
 BACK: Final = ("waiting?", "waiting/task?")
 
-#: The outcome of a task that is due at the new time or later.
+#: The outcome of a task whose due time the action leaves unchanged.
 KEPT: Final = "kept"
 
 #: The outcomes in words.
-OUTCOMES: Final = {**{each.value: WORDS[each] for each in WORDS}, KEPT: "due later: unchanged"}
+OUTCOMES: Final = {**{each.value: WORDS[each] for each in WORDS}, KEPT: "unchanged"}
 
 #: Returns a task's new due time from its id and its present due time; None for no change.
 Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
@@ -140,7 +140,9 @@ def confirm_all(request: ViewRequest) -> dict[str, object]:
     tasks = (read or search.found(None, SHOWN)).tasks[:SHOWN]
     back = f"waiting?{request.fields.address(action=None)}"
     scope = {"sent_before": end, "count": count, "may_be_more": may_be_more, "back": back}
-    scope["searched"] = search.most_read if may_be_more else count
+    if may_be_more:
+        scope["searched"] = search.most_read
+        scope["count"] = max(count, found_before(request.fields))
     return {**_question(request, search, tasks), "ids": [], **scope}
 
 
@@ -214,12 +216,13 @@ def _until(request: ViewRequest, action: str) -> Until | None:
     if action == "run-now":
         now = instant_of(wall_clock.ms())
         return lambda _, due: None if now <= due <= wall_clock.now() else now  # it moves only once
-    by, until, at = request.duration("by"), request.instant("until"), request.instant("at")
+    by, until = request.duration("by"), request.instant("until")
+    at = request.instant("at") if len(request.fields.getlist("id")) == 1 else None
     new = until or at
     if by and new is None:
         return _by_delay(by)
     if new is None or by is not None or (until and at):
-        raise Wrong("by", "takes a delay above 0 (90, 1h30m, 3d), or an instant as 'until' or 'at'")
+        raise Wrong("by", "takes a delay above 0 (90, 1h30m, 3d), or an instant as 'until'")
     try:
         check_max_delay(Due.at(new))
         instant = instant_of(milliseconds_of(new))

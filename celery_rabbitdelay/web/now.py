@@ -246,7 +246,7 @@ def _brief(seconds: float) -> str:
 
 def _last_hour(site: Site, taken: datetime | None, answers: Sequence[Answer]) -> dict[str, object]:
     """Return the tasks sent and received per minute of the last hour, and the largest lateness."""
-    end = taken or wall_clock.now()
+    end = (taken or wall_clock.now()).replace(second=0, microsecond=0) + MINUTE
     edges = [end - ago * MINUTE for ago in range(MINUTES, -1, -1)]
     sent = site.latest("sent", partial(_sent, site), SENT_PERIOD, patience=0)
     return {

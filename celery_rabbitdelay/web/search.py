@@ -155,7 +155,8 @@ class Search:
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         holds, now_ms = self.context.holds, milliseconds_of(self.context.holds.now)
         for task in () if found is None else found.tasks:
-            counts["state"][holds.state(task)] += 1
+            state = holds.state(task)
+            counts["state"].update({state, "held"} if state == "job-open" else {state})
             for name, value in (("task", task.task), ("queue", task.queue), ("job", task.job)):
                 if value:
                     counts[name][value] += 1
@@ -177,7 +178,7 @@ class Search:
                 counts["due"][value] += number(end=now_ms + length)
         due = [each for each in holds.of_jobs if holds.state(each[0]) == "job-open"]
         of_jobs = round(sum(number for task, number in due if self.filter.matches(task)))
-        counts["state"].update({"job-open": of_jobs, "overdue": -of_jobs})
+        counts["state"].update({"job-open": of_jobs, "held": of_jobs, "overdue": -of_jobs})
         if self.filter.kinds is None:
             registry = self.delays.registry
             names = [each.name for each in registry.jobs.all(registry.now_ms(), COUNTED_JOBS)]

@@ -188,7 +188,7 @@ def _held_back(site: Site, task: KnownTask) -> Iterator[Reason]:
 
 
 def _returning(site: Site, backlog: Backlog) -> int:
-    """Return how many tasks in the queue of paused tasks no pause holds: they return soon."""
+    """Return the most tasks in the queue of paused tasks that no pause holds; they return soon."""
     (holds, kinds), messages = counted(site), backlog.others.get("paused")
     held = sum(each.total() for each in holds.due(kinds).paused.values())
     return max(messages.messages - held, 0) if messages else 0
@@ -199,7 +199,7 @@ def _waits_on(task: KnownTask, returning: int) -> str:
     if task.job:
         return " If its job was open, the task returns within ten minutes after the commit."
     if returning:
-        return f" If it was paused, it is one of {returning:,} resumed tasks that return soon."
+        return f" If it was resumed lately, it is one of at most {returning:,} tasks that return."
     return ""
 
 
@@ -236,7 +236,7 @@ def _overdue(task: KnownTask, others: Mapping[str, Counts], returning: int) -> I
         holder = "a worker has prefetched it, or " if counts["consumers"] else ""
         words = f"and its queue is empty: {holder}its message was lost"
         hint = " 'Run now' sends a new message; the task runs only once."
-        ahead = f"{'Returns to its queue, or ' if waits_on else ''}'Run now' sends it again"
+        ahead = "'Run now' sends it again"
     elif not counts["consumers"]:
         words = f"but no worker consumes its queue, which has {messages:,} messages"
         hint = " The option -Q of celery worker names a worker's queues."

@@ -16,7 +16,7 @@ from celery_rabbitdelay.web.shown import MOST_IN_ADDRESS
 from celery_rabbitdelay.web.site import STATUS_PERIOD
 from celery_rabbitdelay.web.states import STATES, counted
 from celery_rabbitdelay.web.task import ENDED
-from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
+from celery_rabbitdelay.web.view_request import Fields, ViewRequest, Wrong
 
 #: The default number of tasks on a page, and the most.
 PAGE, MOST = 50, 500
@@ -35,11 +35,16 @@ ORDERS: Final = {"state": ("overdue", "held", "job-open", "waiting"), "due": tup
 COMPLETED: Final = 50
 
 
+def found_before(fields: Fields) -> int:
+    """Return how many tasks a search has found so far, on its pages before."""
+    return fields.number("so_far", 1, MOST_SEEN) if "so_far" in fields else 0
+
+
 def waiting(request: ViewRequest) -> dict[str, object]:
     """Return one page of the matching tasks, in the order of their due times."""
     fields, search = request.fields, Search.of(request)
     limit, after = fields.number("limit", PAGE, MOST), _place(request)
-    before = fields.number("so_far", 1, MOST_SEEN) if "so_far" in fields else 0
+    before = found_before(fields)
     most = limit - before % limit  # this page may have begun with the tasks of another request
     is_counted = after is None or not search.needs_records
     read, count, may_be_more = search.counted() if is_counted else (None, None, False)

@@ -63,8 +63,10 @@ class Node(RabbitMQNode):
     def with_slow_disk(self) -> Iterator[None]:
         """Slow down the node's disk until the block ends; the node preloads the library."""
         (self.folder / SLOW).touch()
-        yield
-        (self.folder / SLOW).unlink()
+        try:
+            yield
+        finally:
+            (self.folder / SLOW).unlink(missing_ok=True)
 
     def _environment(self) -> dict[str, str]:
         environment = super()._environment()

@@ -28,7 +28,7 @@ local function cancel(record)
   if not (waits or ran or notes) then
     return outcome
   end
-  -- Once the task has run, an unregistered message of its next life may already be in the levels.
+  -- Once the task has run, an unregistered message of its next life may be on its way.
   redis.call('HSET', record, 'cancelled', ran and math.max(life, next_life(ran, cancelled)) or life)
   local last = math.max(tonumber(due or '0'), tonumber(not_before or '0'), now_ms)
   keep(record, last + (waits and keep_ms or note_ms), now_ms)

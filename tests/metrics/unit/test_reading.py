@@ -24,13 +24,14 @@ def test_one_of_all_who_ask_looks_and_the_others_wait_or_get_what_was_seen_befor
         wait_until(lambda: looks)
         may_end.set()
         assert [each.result(10).value for each in asked] == [1] * 5
+        old = Readings(look, period=0)
+        assert old.latest().value == 2
         may_end.clear()
-        readings.outdate()
-        second = pool.submit(readings.latest)
-        wait_until(lambda: len(looks) == 2)
-        assert readings.latest().value == 1
+        second = pool.submit(old.latest)
+        wait_until(lambda: len(looks) == 3)
+        assert old.latest().value == 2
         may_end.set()
-        assert second.result(10).value == 2
+        assert second.result(10).value == 3
 
 
 def test_what_is_outdated_while_a_query_runs_is_queried_again() -> None:
@@ -44,9 +45,11 @@ def test_what_is_outdated_while_a_query_runs_is_queried_again() -> None:
     readings = Readings(look, period=60)
     assert readings.latest(0.01) == readings.ended(0.01) == Reading()
     readings.outdate()
-    may_end.set()
-    assert readings.ended(None).value == 1
-    assert [readings.latest().value for _ in range(3)] == [2, 2, 2]
+    with ThreadPoolExecutor() as pool:
+        later = [pool.submit(readings.latest) for _ in range(3)]
+        may_end.set()
+        assert {each.result().value for each in later} == {2}
+    assert readings.latest().value == len(looks) == 2
 
 
 def test_nobody_waits_longer_than_the_patience_and_a_failed_look_ends_nothing() -> None:

@@ -81,6 +81,13 @@ def test_a_producer_of_delayed_tasks_that_declares_nothing_may_write_to_the_leve
     assert {each.exchange for each in topic_rights(topology, QUEUES)} == writable
 
 
+@pytest.mark.parametrize("may_declare", [True, False])
+def test_a_producer_may_publish_tasks_without_a_delay(may_declare: bool) -> None:
+    """Celery publishes them to the exchange of the queue, unless it is direct."""
+    write = rights("producer", Topology(), QUEUES, CONF, may_declare=may_declare).write
+    assert all(re.search(write, exchange) for exchange in ("amq.default", "reports"))
+
+
 @settings(max_examples=30)
 @given(st.integers(0, 10**9), st.sampled_from(["mail", "daily.reports"]), st.sampled_from([1, 3]))
 def test_a_producer_may_use_each_key_of_its_queues(delay_ms: int, queue: str, shards: int) -> None:

@@ -1,9 +1,11 @@
 """The page against real servers: what it shows, what its actions do, and the command."""
 
+import html
 import json
 import logging
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -293,7 +295,7 @@ def test_now_shows_a_pause_or_the_end_of_a_job_at_once(
         wait_until_counted(0, 3)
         assert browser.post("/pauses/resume", what="task", name="look").status_code == 303
         wait_until_counted(1, 2)
-        assert browser.post("/jobs/abort", name=job).status_code == 303
+        assert browser.post("/jobs/abort", name=job, action="x").status_code == 303
         wait_until_counted(3, 0)
     finally:
         shop.rabbitdelay.resume(task="look")
@@ -455,9 +457,9 @@ def test_due_tasks_are_held_or_overdue_and_none_is_both(
         told = browser.json("/waiting")
         states = {each["task_id"]: each["state"] for each in told["tasks"]}
         assert states == {of_job: "job-open", late: "overdue", waits: "waiting", note: "held"}
-        one_each = {"waiting": 1, "held": 1, "overdue": 1, "job-open": 1}
-        assert counts_of(told)["state"] == one_each
-        assert counts_of(browser.json("/waiting", q="sent:<1d"))["state"] == one_each
+        counts = {"waiting": 1, "held": 2, "overdue": 1, "job-open": 1}  # held by the job too
+        assert counts_of(told)["state"] == counts
+        assert counts_of(browser.json("/waiting", q="sent:<1d"))["state"] == counts
         for state, ids in (
             ("held", {of_job, note}),
             ("job-open", {of_job}),
@@ -593,6 +595,8 @@ def test_a_search_that_goes_on_counts_what_it_has_found_and_names_itself_in_its_
     text = " ".join(asked.text.split())
     assert text.count("Cancel all tasks that match key:order:*") == 2, "the heading and the button"
     assert "Of the first 10 tasks, none matches; all others are searched" in text
+    asked = read(browser.get("/waiting/all?q=key:order:*&action=cancel&so_far=3").text)
+    assert "At least 3 tasks match; all others are searched" in " ".join(asked.text.split())
     begun = browser.post(
         "/waiting/decide-all?q=key:order:*", action="cancel", sent_before=counted["sent_before"]
     )
@@ -852,6 +856,33 @@ def test_tasks_that_are_sent_after_the_count_stay(shop: Any, browser: Browser) -
     begun = browser.post("/waiting/decide-all", action="cancel", sent_before=sent_before)
     assert ended(browser, begun)["done"] == len(counted)
     assert ids_of(browser.json("/waiting")) == [sooner]
+
+
+def test_a_confirmed_action_on_a_task_by_its_key_reaches_no_other_task(
+    shop: Any, browser: Browser
+) -> None:
+    """A single word is tried as a key first; once that task has ended, it is part of other keys."""
+    word = uuid4().hex
+    ((mine,), (other,)) = send(shop, key=word), send(shop, key=f"x-{word}")
+    asked = browser.get(f"/waiting/all?q={word}&action=cancel").text
+    assert "Cancel 1 task?" in read(asked).text
+    (target,) = re.findall(r'action="(/waiting/decide-all[^"]*)"', asked)
+    (sent_before,) = re.findall(r'name="sent_before" value="([^"]*)"', asked)
+    shop.rabbitdelay.cancel(mine)
+    begun = browser.post(html.unescape(target), sent_before=html.unescape(sent_before))
+    assert ended(browser, begun)["done"] == 0
+    assert shop.rabbitdelay.show(other).state == "waiting"
+
+
+def test_one_due_time_is_set_for_a_single_task_only(shop: Any, browser: Browser) -> None:
+    tasks, soon = send(shop, 2), datetime.now(UTC) + timedelta(hours=1)
+    sent_before = browser.json("/waiting/all")["sent_before"]
+    for path, fields in (
+        ("/waiting/decide-all", {"action": "postpone", "sent_before": sent_before}),
+        ("/waiting/postpone", {"id": tasks}),
+    ):
+        assert browser.post(path, at=soon.isoformat(), **fields).status_code == 400
+    assert all(shop.rabbitdelay.show(each).due > soon for each in tasks)
 
 
 def test_a_frozen_broker_holds_up_no_other_page(

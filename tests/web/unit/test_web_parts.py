@@ -81,21 +81,24 @@ def test_a_stale_or_outdated_reading_is_waited_for_and_another_one_is_shown_at_o
     site, values, may_end = Site(app, {}), count(1), Event()
 
     def look() -> int:
-        if (value := next(values)) > 1:
-            may_end.wait(60)
-        return value
+        may_end.wait(60)
+        return next(values)
 
-    def latest() -> int | None:
-        return site.latest("due in a day", look, 0.0, 0.01).value
+    def latest(patience: float | None = 0.01) -> int | None:
+        return site.latest("due in a day", look, 0.0, patience).value
 
-    for number in (1, 2):
+    for number, newer in ((1, 2), (3, 5)):
+        may_end.set()
+        assert latest(None) == number
         may_end.clear()
         assert [latest(), latest()] == [number, number]
-        clock.now += STALE.total_seconds() + 1 if number == 1 else 1
-        if number == 2:
+        if number == 1:
+            clock.now += STALE.total_seconds() + 1
+        else:  # the query that runs has begun before
+            clock.now += 1
             site.outdate("due in ")
         Timer(0.1, may_end.set).start()
-        assert latest() == number + 1
+        assert latest() == newer
 
 
 def until_ended(work: Work) -> Work:

@@ -53,10 +53,10 @@ def test_a_due_task_may_be_one_of_the_resumed_tasks_but_not_of_those_that_a_paus
         for name in ("store.pay", "other")
     ]
     monkeypatch.setattr(task, "counted", lambda site: Counted(holds, kinds))
-    resumed = "one of 4 resumed tasks that return soon"
+    resumed = "one of at most 4 tasks that return"
     found = reason(messages, consumers, held=14)
     assert words in found.words
     assert resumed in found.words
     found = reason(messages, consumers, held=10)
-    assert "resumed" not in found.words
+    assert "was resumed" not in found.words
     assert (found.page, found.ahead) == ("workers", ahead)
