@@ -39,7 +39,7 @@ class Clock:
     def time_ns(self) -> int:
         return self.now_ns
 
-    __call__ = monotonic
+    __call__ = time = monotonic
 
 
 @contextmanager
