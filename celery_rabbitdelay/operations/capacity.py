@@ -26,12 +26,11 @@ REPEATED: Final = 1024
 #: The factor by which a replicated message costs each of its nodes more processor time.
 REPLICATED: Final = 1.45
 
-#: Bytes of memory, once messages are written into segments: for an envelope, or for a message if
-#: few messages wait; for a message if many wait, plus the bytes for all queues together. New
-#: messages use up to twice as much.
-FEW_MEMORY: Final = 1000
-MEMORY: Final = 420
-QUEUES_MEMORY: Final = 42_000_000
+#: Bytes of memory: for a message that is not yet written into a segment; the most for all of these
+#: together; and for a message in a segment. New messages use up to twice as much.
+FRESH_MEMORY: Final = 1000
+MOST_FRESH_MEMORY: Final = 365_000_000
+MEMORY: Final = 95
 
 #: The bytes of disk of a task with small arguments in an envelope, and of the envelope itself.
 ROW_DISK: Final = 45
@@ -107,9 +106,8 @@ def capacity_of(load: Load, layout: Layout, nodes: int) -> Capacity:
     stops, (_, busiest) = passed.total() / SAMPLES, passed.most_common(1)[0]
     messages, rate = load.tasks / load.per_message, load.rate / load.per_message
     disk: float = DISK + load.argument_bytes + min(load.argument_bytes, REPEATED)
-    memory = min(messages * FEW_MEMORY, QUEUES_MEMORY + messages * MEMORY)
+    memory = min(messages * FRESH_MEMORY, MOST_FRESH_MEMORY + messages * MEMORY)
     if load.per_message > 1:
-        memory = messages * FEW_MEMORY
         disk = ENVELOPE_DISK + load.per_message * (ROW_DISK + load.argument_bytes)
     processor_us = RECEIVED_US + stops * STOP_US
     if nodes > 1:

@@ -203,6 +203,9 @@ def expected(ledger: Ledger, sent: Sent) -> Expected:
         due_ms = max(before, default=0.0) + sent.after_ms
         if len(before) < len(sent.after):  # it must not start before all of them have
             return Expected("may", inf, inf)
+        refusals = (each for each in ledger.troubles if each.refuses)
+        if any(each.begin_ms <= due_ms and max(before) <= each.end_ms for each in refusals):
+            awaited = awaited._replace(ends="may")
         awaited = awaited._replace(earliest_ms=due_ms, latest_ms=due_ms)
     for made in ledger.decisions.get(sent.id.partition("/")[0], ()):
         awaited = _decided(ledger, awaited, made)
@@ -282,7 +285,10 @@ def _forgot(ledger: Ledger, from_ms: float, to_ms: float) -> bool:
 
 
 def _is_forgotten(ledger: Ledger, made: Decision) -> bool:
-    return _forgot(ledger, made.began_ms, made.ended_ms or inf)
+    """Return whether the registry has forgotten a decision, or a start before it."""
+    before = [each.at_ms for each in ledger.starts.get(made.of, ()) if each.at_ms < made.began_ms]
+    since_ms = min([made.began_ms, *before])
+    return _forgot(ledger, since_ms, made.ended_ms or inf)
 
 
 def _tolerated_ms(ledger: Ledger, sent: Sent, start: Start) -> float:

@@ -53,6 +53,7 @@ class Fault(NamedTuple):
         registry: Whether the registry is away meanwhile.
         early_ms: The milliseconds by which tasks may then be early.
         forgets_ms: The registry forgets what it was told so long before the fault, and during it.
+        refuses: Whether queues refuse messages.
         needs: What it needs: ``nodes``, several; ``network``, that of its own.
     """
 
@@ -63,6 +64,7 @@ class Fault(NamedTuple):
     registry: bool = False
     early_ms: float = 0.0
     forgets_ms: float | None = None
+    refuses: bool = False
     needs: str = ""
 
 
@@ -315,10 +317,12 @@ FAULTS: Final = {
         "brokers", (10, 30), policy(LEVELS, message_ttl=2000), early_ms=TOLERATED_MS
     ),
     "levels are full": Fault(
-        "brokers", (5, 15), policy(LEVELS, max_length=10, overflow="reject-publish")
+        *("brokers", (5, 15), policy(LEVELS, max_length=10, overflow="reject-publish")),
+        refuses=True,
     ),
     "queue is full": Fault(
-        "brokers", (5, 15), policy(f"^{SOUND}$", max_length=2, overflow="reject-publish")
+        *("brokers", (5, 15), policy(f"^{SOUND}$", max_length=2, overflow="reject-publish")),
+        refuses=True,
     ),
     "bindings deleted": Fault("brokers", (5, 20), unbound),
     "node cut off": Fault("brokers", (5, 14), cut("node"), copies=True, needs="network"),

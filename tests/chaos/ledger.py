@@ -118,6 +118,8 @@ class Trouble:
         registry: Whether the registry was away.
         early_ms: The milliseconds by which a task may then be early.
         forgets_ms: The registry has forgotten what it was told from then to the end.
+        refuses: Whether queues refused messages. Celery gives up the body of a chord whose send
+            raises: it logs so, and stores a ``ChordError``.
     """
 
     what: str
@@ -127,6 +129,7 @@ class Trouble:
     registry: bool = False
     early_ms: float = 0.0
     forgets_ms: float | None = None
+    refuses: bool = False
 
 
 @dataclass

@@ -190,7 +190,7 @@ class Soak(Stage):
             with suppress(TimeoutError):
                 wait_for(self.cluster.is_together, "the whole cluster", 180, interval=2.0)
         forgets_ms = None if fault.forgets_ms is None else begin_ms - fault.forgets_ms
-        explains = fault.copies, fault.registry, fault.early_ms, forgets_ms
+        explains = fault.copies, fault.registry, fault.early_ms, forgets_ms, fault.refuses
         self.notes.write("trouble", Trouble(planned.name, begin_ms, now_ms(), *explains))
         self.say(f"{planned.name}: ends")
 

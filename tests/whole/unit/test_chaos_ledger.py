@@ -193,6 +193,16 @@ def test_the_body_of_a_chord_is_due_after_its_header() -> None:
     assert judge(ledger([replace(A), body], [start(), Start("body", 7000.0)])).early
     late = judge(ledger([replace(A), body], [start(), Start("body", 8510.0)])).late
     assert late == {"sound": [0.01, 0.5]}
+    for refuses, lost in ((True, []), (False, ["body"])):
+        trouble = replace(KILLED, end_ms=6020.0, refuses=refuses)
+        assert judge(ledger([replace(A), body], [start()], [trouble])).lost == lost
+
+
+def test_a_decision_about_a_task_whose_start_the_registry_has_forgotten_ends_nothing() -> None:
+    made = replace(decision("cancel"), began_ms=7000.0, ended_ms=7010.0)
+    for troubles, wrong in (([RESTORED], {}), ([], {"a": "cancel: DONE"})):
+        found = judge(ledger([replace(A)], [start()], troubles, [made]))
+        assert found.after_decision == wrong
 
 
 @pytest.mark.parametrize(("trouble", "reason"), [([KILLED], "node killed"), ([], ALONE)])
