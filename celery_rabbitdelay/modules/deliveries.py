@@ -308,8 +308,7 @@ class Deliveries:
         """Requeue a message that exceeds the budget; stop consuming until there is room."""
         if self._tag is not None:
             logger.info(
-                "rabbitdelay %s: consuming is paused, because unacknowledged messages take "
-                "%s bytes.",
+                "rabbitdelay %s: consuming is paused: unacknowledged messages take %s bytes.",
                 self._module.name,
                 f"{self._held.held:,}",
             )
