@@ -138,7 +138,7 @@ class AnswerTimes:
         known.slow_until = self.clock() + SLOW_FOR
 
     def give_up_if_stuck(self, broker_silent_for: float) -> list[str]:
-        """Mark as silent, and return, the destinations that may have made the broker stop reading.
+        """Mark destinations as silent if they may have made the broker stop reading; return them.
 
         Args:
             broker_silent_for: Seconds since the broker's last answer about any destination.

@@ -91,8 +91,8 @@ class Distribution:
 
         A message for one known queue is published to that queue through the default exchange, and
         its consumer restores exchange and routing key, as for a message straight from the levels.
-        For any other message, exchange and routing key are restored here, with priority and
-        expiration; its consumer gets the headers of :meth:`.DelayHeaders.for_consumer`.
+        For any other message, the exchange, routing key, priority and expiration are restored here;
+        its consumer gets the headers of :meth:`.DelayHeaders.for_consumer`.
 
         Raises:
             LaterVersion: Only a later version of this package can read the message.

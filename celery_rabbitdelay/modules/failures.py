@@ -92,7 +92,7 @@ class MissingExchanges:
 
 
 def no_exchange(exchange: str) -> str:
-    """Return the reason for an exchange that does not exist."""
+    """Return the failure reason for an exchange that does not exist."""
     return f"there is no exchange {exchange!r}"
 
 
@@ -255,7 +255,7 @@ class Forwarder:
         return self._publication(received, refused, content)
 
     def refuse(self, received: Received, error: Exception) -> Publication:
-        """Return the publication of an unreadable message, which stays unchanged.
+        """Return the publication that forwards an unreadable message unchanged.
 
         The message goes to ``undeliverable``, or into the levels if a later version can read it.
 

@@ -111,7 +111,7 @@ class _CallersError(BaseException):
 
 @contextmanager
 def unwrap_callers_errors() -> Iterator[None]:
-    """Unwrap :class:`_CallersError`: raise the error of the source or of ``done`` itself."""
+    """Raise the error inside a :class:`_CallersError`: the one that the caller's code raised."""
     try:
         yield
     except _CallersError as wrapped:

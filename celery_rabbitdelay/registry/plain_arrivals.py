@@ -45,7 +45,7 @@ class PlainArrivals(Generic[TaskT]):
         hub: The worker's event loop.
         registry: The registry.
         run: Called with the tasks that run.
-        decide: Called with the tasks about which the thread has to decide.
+        decide: Called with the tasks that need a decision from the thread.
         gather_for: Returns how many seconds to wait for more tasks, by the number of tasks so far.
     """
 

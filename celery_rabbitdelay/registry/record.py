@@ -283,7 +283,7 @@ def known_task(registry: Registry, task_id: str, layout: Layout, look: Look) -> 
         registry: The registry.
         task_id: The id of the task.
         layout: The layout of the levels.
-        look: Reads the message counts of queues; called for a waiting task only.
+        look: Reads the message counts of queues; called only if the task is waiting.
 
     Raises:
         RegistryUnavailable: Redis did not answer, or the record of the task or of its job cannot be

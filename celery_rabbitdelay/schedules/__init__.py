@@ -7,6 +7,6 @@ the latest instants.
 
 Read ``recurrence`` (recurrences and occurrences, pure), ``lua/decide.lua`` (the rule that decides
 on arrived messages) with ``record`` (the records), ``schedules`` (``app.rabbitdelay.schedules``:
-put, pause, heal, ...), ``arrivals`` (in workers), ``beat`` and ``command``. The kernel does not use
-this package; the web page and ``verify`` do.
+put, pause, heal, ...), ``arrivals`` (in workers), ``beat`` and ``command``. The kernel, which
+delays single tasks, does not use this package; the web page and ``verify`` do.
 """

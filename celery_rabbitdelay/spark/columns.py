@@ -180,7 +180,7 @@ class Columns:
         types: The type of each column. A column with a special meaning may be in upper or lower
             case in the schema, and has its usual name here.
         identity: The names of the columns that ids are derived from, in their order.
-        are_shared: Whether all rows have the same :class:`Shared`.
+        are_shared: Whether the arguments in :class:`Shared` are the same for all rows.
         shared: The shared arguments as the options give them.
 
     Raises:

@@ -134,7 +134,7 @@ class Recording:
                 and have to be exact to the millisecond; for a task that was sent with an ``eta``,
                 the actual ``delay`` may be up to 5 s shorter. ``due`` and ``expires`` are aware
                 datetimes, and may be 5 s off; ``expires`` may also be a length of time after the
-                send. Only the given names of ``headers`` are compared. A list is equal to a tuple.
+                send. Only the headers that you give are compared. A list is equal to a tuple.
 
         Raises:
             AssertionError: No send, or several sends, have these fields. The error lists the sends,

@@ -169,7 +169,7 @@ class Travel:
 
         Raises:
             ValueError: The target is in the past.
-            DidNotSettle: Tasks on the way did not end in time.
+            DidNotSettle: Tasks that came due on the way did not end in time.
         """
         now_ms = wall_clock.ms()
         length_ms = timedelta(**length) // timedelta(milliseconds=1)
@@ -194,7 +194,7 @@ class Travel:
 
         Raises:
             TimeoutError: The condition did not become true, or nothing waits any more.
-            DidNotSettle: Tasks on the way did not end in time.
+            DidNotSettle: Tasks that came due on the way did not end in time.
         """
         within_ms = delay.milliseconds(within)
         latest_ms = wall_clock.ms() + within_ms

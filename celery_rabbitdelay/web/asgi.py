@@ -162,13 +162,13 @@ def _base(request: Request) -> str:
 
 
 def _path(request: Request) -> str:
-    """Return the quoted path below the mount."""
+    """Return the URL-quoted path, relative to the mount point."""
     path: str = request.scope["path"]
     return shown.quoted_path(path.removeprefix(request.scope.get("root_path", "")) or "/")
 
 
 def _here(request: Request) -> str:
-    """Return the quoted path below the mount, with the query."""
+    """Return the URL-quoted path, relative to the mount point, with the query."""
     return f"{_path(request)}?{request.url.query}".removesuffix("?")
 
 

@@ -66,7 +66,7 @@ class Early:
         ack: Acknowledges the message: the function that Celery passes to a strategy.
         destination: The queue that it was consumed from; the message's exchange and routing key.
         until: The end of the wait.
-        due_ms: The due time for its new header, in milliseconds since 1970-01-01 UTC.
+        due_ms: The due time for the message's new header, in milliseconds since 1970-01-01 UTC.
         waited: The message's parsed headers; None if the task has an ``eta`` and was never in the
             levels.
         hold: Called if the levels do not accept the task: lets the worker hold it, or asks the
