@@ -223,7 +223,7 @@ def cancel(
         _decide(tasks, key, "cancel", also_future=also_future)
         return
     if tasks or key is not None or also_future:
-        raise click.UsageError("filters exclude ids, --key and --also-future")
+        raise click.UsageError("filters cannot be combined with ids, --key or --also-future")
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json cannot ask for confirmation: pass --yes or --dry-run")
     job = filters["job"]

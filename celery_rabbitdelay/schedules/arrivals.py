@@ -213,7 +213,7 @@ class Arrivals(BatchThread[_Came]):
         try:
             answers = self._records.decide([came.arriving for came in asked])
         except RegistryUnavailable as error:
-            logger.warning("rabbitdelay schedules: Redis cannot decide on occurrences: %s", error)
+            logger.warning("rabbitdelay schedules: Redis did not decide on occurrences: %s", error)
         for came, answer in zip(asked, answers, strict=True):
             occurrence = came.occurrence
             if answer is None and self._holds:

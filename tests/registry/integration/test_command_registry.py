@@ -178,7 +178,7 @@ def test_the_command_asks_before_it_cancels_those_of_a_filter(shop: Any) -> None
     assert told == {"count": 0, "cancelled": 0, "dry_run": False, "aborted": False}
     for options, why in (
         ("--dry-run", "--dry-run needs --task, --job, --due-before or --due-after"),
-        ("x --task look", "filters exclude ids, --key and --also-future"),
+        ("x --task look", "filters cannot be combined with ids, --key or --also-future"),
         ("--task look --json", "--json cannot ask for confirmation: pass --yes or --dry-run"),
         ("--yes", "pass task ids, or --key"),
     ):

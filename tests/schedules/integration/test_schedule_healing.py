@@ -139,7 +139,7 @@ def test_what_waits_for_a_resume_is_not_sent_again(
 def test_nothing_is_lost_and_nothing_runs_twice_while_redis_is_away(
     stage: Stage, redis: RedisServer, mode: str, is_emptied: bool
 ) -> None:
-    away = "Redis cannot decide on occurrences"
+    away = "Redis did not decide on occurrences"
     stage.settings["rabbitdelay_registry_options"] = {"socket_timeout": 1}
     stage.settings["rabbitdelay_registry_down"] = mode
     stage.put("a")
