@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import date, datetime
+from datetime import date, datetime, tzinfo
 from functools import wraps
 from inspect import signature
 from typing import Any, Final, NoReturn, TypeAlias
@@ -204,10 +204,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def local(instant: datetime) -> str:
-    """Return an instant as this machine's clock shows it."""
+def local(instant: datetime, zone: tzinfo | None = None) -> str:
+    """Format an instant in a time zone, by default this machine's, to the second."""
     with suppress(OverflowError):  # a message may have a time on the last day of the year 9999
-        instant = instant.astimezone()
+        instant = instant.astimezone(zone)
     return instant.strftime("%Y-%m-%d %H:%M:%S")
 
 

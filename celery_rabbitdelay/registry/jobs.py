@@ -167,7 +167,7 @@ class Jobs:
         return next(iter(self._read(listed, now_ms)), None)
 
     def _read(self, listed: Sequence[tuple[str, int]], now_ms: int) -> list[Job]:
-        """Return the jobs with these names and times of opening, without those that are gone."""
+        """Return the jobs in a list of names and opening times; leave out jobs without a record."""
         keys = self._names.each("job", (name for name, _ in listed))
         records = self._store.commands(
             lambda pipe: [pipe.hmget(key, "state", "expires") for key in keys]

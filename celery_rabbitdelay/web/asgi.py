@@ -19,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from celery_rabbitdelay import __version__
+from celery_rabbitdelay.command.shared import local
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics.reading import AWAY, why
@@ -57,7 +58,7 @@ class Server:
             soon=lambda instant: shown.left(max(instant, wall_clock.now())),
             fullness=shown.fullness,
             number=lambda value: f"{value:,}",
-            local=lambda instant: shown.local(instant, zone),
+            local=partial(local, zone=zone),
         )
         self._templates.globals.update(
             package_version=__version__,

@@ -28,7 +28,7 @@ AGES: Final = {
     "a week": timedelta(days=7),
 }
 
-#: What can be paused, and what else could have the name.
+#: The two kinds of names that can be paused; a name of one kind may also be of the other kind.
 OTHER: Final = {"task": "queue", "queue": "task"}
 
 #: The readings that count held tasks, on Now once per horizon.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
-from datetime import datetime, timedelta, tzinfo
+from datetime import datetime, timedelta
 from fractions import Fraction
 from typing import Final
 from urllib.parse import quote
@@ -38,13 +37,6 @@ def printable(value: object, most: int = MOST_SHOWN) -> str:
 def quoted(text: str) -> str:
     """Quote a text for an address, including lone surrogates."""
     return quote(text, safe="", errors="surrogatepass")
-
-
-def local(instant: datetime, zone: tzinfo) -> str:
-    """Format an instant in a time zone, to the second."""
-    with suppress(OverflowError):  # a message may have a time on the last day of the year 9999
-        instant = instant.astimezone(zone)
-    return instant.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def left(instant: datetime) -> str:

@@ -126,8 +126,8 @@ class Site:
             name: The name of the reading.
             look: Reads anew. The function of the first call for a name stays in use.
             period: As for :class:`.Readings`.
-            patience: The most seconds that this request waits for a new reading if there is an old
-                one that is not stale; None for no limit. With 0, it waits for no reading at all.
+            patience: The most seconds to wait for a new reading if there is an old reading that is
+                not stale; None for no limit. With 0, the request never waits.
         """
         readings = self._readings.setdefault(name, Readings(look, period))
         reading = readings.latest(patience)

@@ -1,5 +1,5 @@
 # ruff: noqa: T201  # a program at the terminal prints
-"""What tasks that wait take of the broker: disk, memory, processor, and its time to start."""
+"""The disk, memory and processor time that waiting tasks cost the broker, and its restart time."""
 
 import os
 import random

@@ -22,6 +22,7 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import Outcome
+from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ATTEMPTS, FAILED_SINCE, FIRST_REASON
 from celery_rabbitdelay.operations.undeliverable import UndeliverableFilter
@@ -33,7 +34,6 @@ from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import (
     application,
     now,
-    shown,
     site,
     states,
     task,
@@ -1193,7 +1193,7 @@ def test_the_tasks_of_an_open_job_wait_for_its_commit_or_its_end(
         told = browser.json("/jobs/one", name=name)
         assert (told["name"], told["state"], told["tasks"]) == (name, "open", 1)
         (listed,) = browser.json("/jobs", state="open", name="import & <b>*")["jobs"]
-        opened = shown.local(datetime.fromisoformat(listed["opened"]), shop.timezone)
+        opened = shared.local(datetime.fromisoformat(listed["opened"]), shop.timezone)
         assert opened in read(browser.get("/jobs", params={"name": name}).text).text
         assert (listed["name"], listed["tasks"]) == (name, 1)
         times = "opened", "expires"

@@ -17,6 +17,7 @@ from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay import Celery
+from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.options import User
@@ -43,7 +44,7 @@ def test_a_shown_text_has_nothing_that_is_hidden_or_turns_text(text: str) -> Non
 @given(st.datetimes(datetime(1970, 1, 1), timezones=st.just(UTC)))
 @example(datetime.max.replace(tzinfo=UTC))
 def test_any_instant_is_shown(instant: datetime) -> None:
-    assert len(shown.local(instant, ZoneInfo("Asia/Tokyo"))) == len("2030-01-31 09:00:00")
+    assert len(shared.local(instant, ZoneInfo("Asia/Tokyo"))) == len("2030-01-31 09:00:00")
 
 
 @given(st.text(st.characters()))
