@@ -32,6 +32,7 @@ __all__ = [
     "InvalidOption",
     "InvalidRow",
     "InvalidSchedule",
+    "InvalidSearch",
     "InvalidSetting",
     "InvalidSigningKey",
     "JobClosed",
@@ -720,9 +721,7 @@ class RegistryRequired(RabbitDelayError, TypeError, page="how-to/registry"):
 
     what: str
 
-    text: ClassVar[str] = (
-        "{self.what} needs the registry: set rabbitdelay_registry_url to the URL of a Redis server"
-    )
+    text: ClassVar[str] = "{self.what} needs the registry: set rabbitdelay_registry_url (redis://…)"
 
 
 class RegistryUnavailable(RabbitDelayError, OperationalError, page="how-to/registry"):
@@ -748,10 +747,7 @@ class NotRecorded(RabbitDelayError, NotImplementedError, page="how-to/testing"):
 
     what: str
 
-    text: ClassVar[str] = (
-        "recorded() does not imitate {self.what}: use celery_rabbitdelay.testing.travel, which "
-        "runs the test against a real RabbitMQ"
-    )
+    text: ClassVar[str] = "recorded() does not imitate {self.what}: use testing.travel instead"
 
 
 class NotTracked(RabbitDelayError, ValueError, page="how-to/cancel"):
@@ -767,6 +763,20 @@ class NotTracked(RabbitDelayError, ValueError, page="how-to/cancel"):
         "task {self.task_id} cannot run earlier: its message waits in the broker and is not "
         "tracked. Send it with track=True, or cancel it and send it under another id"
     )
+
+
+class InvalidSearch(RabbitDelayError, ValueError, page="how-to/pending"):
+    """A search for waiting tasks is invalid.
+
+    Attributes:
+        term: The invalid term, or the whole search.
+        takes: What would be valid.
+    """
+
+    term: str
+    takes: str
+
+    text: ClassVar[str] = "cannot search for {self.term!r}: {self.takes}"
 
 
 class JobClosed(RabbitDelayError, ValueError, page="how-to/jobs"):

@@ -8,7 +8,7 @@ from datetime import datetime
 from fractions import Fraction
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Final, Unpack
+from typing import Any, Final
 
 import click
 
@@ -18,11 +18,10 @@ from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, duration_text, instant_of
 from celery_rabbitdelay.registry.decision import Outcome
-from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.record import KnownTask
-from celery_rabbitdelay.registry.waiting import Filters
+from celery_rabbitdelay.registry.search import Search
 
 #: The text that a command prints for each outcome.
 WORDS: Final = {
@@ -44,14 +43,6 @@ def _instant(text: str, what: str) -> datetime:
 
 instant_type: Final = shared.ParameterType("instant", _instant)
 
-#: The filters of tasks.
-_filters: Final = shared.options(
-    click.option("--task", help="Only tasks of this name."),
-    click.option("--job", help="Only tasks of this job."),
-    click.option("--due-before", type=instant_type, help="Only tasks due before this instant."),
-    click.option("--due-after", type=instant_type, help="Only tasks due at this instant or later."),
-)
-
 
 @contextmanager
 def with_registry() -> Iterator[RabbitDelay]:
@@ -67,32 +58,41 @@ def with_registry() -> Iterator[RabbitDelay]:
 
 
 @shared.command()
-@_filters
-@click.option("--key", help="Only tasks with this key.")
+@click.argument("search", nargs=-1)
 @click.option(
     "-n", "--limit", type=click.IntRange(1), default=100, show_default=True, help="Maximum to list."
 )
-def pending(limit: int, **filters: Unpack[Filters]) -> None:
-    """List waiting tracked tasks by due time."""
-    with with_registry() as delays:
-        count = delays.count(**filters)
-        shown = list(islice(delays.pending(**filters), limit))
-        since = delays.pending_since()
+def pending(search: Sequence[str], limit: int) -> None:
+    """List waiting tracked tasks by due time: all, or those that a SEARCH finds.
+
+    A search has terms, such as: task:store.* key:order:4711* state:overdue due:<2h
+    """
+    with searched(search) as wanted:
+        count, since = wanted.count(), wanted.delays.pending_since()
+        shown, state = [*islice(wanted.tasks(), limit)], wanted.context.holds.state
     more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
     last = (
         f"{count:,} tracked tasks wait{more} (untracked tasks are not listed: see status); "
         f"the list is complete since {shared.local(since)}"
     )
-    found = {"count": count, "since": since, "tasks": [task._asdict() for task in shown]}
-    shared.answer(found, chain(_table(shown), [last]))
+    tasks = [{**task._asdict(), "state": state(task)} for task in shown]
+    table = [("due", "in", "state", "task", "id", "key", "job")]
+    for each in shown:
+        due = shared.local(each.due), _when(each.due).removeprefix("in "), state(each)
+        table.append((*due, each.task, each.task_id, each.key or "", each.job or ""))
+    found = {"count": count, "since": since, "tasks": tasks}
+    shared.answer(found, chain(shared.aligned(table), [last]))
 
 
-def _table(tasks: Sequence[Pending]) -> Iterator[str]:
-    rows = [("due", "in", "task", "id", "key", "job")]
-    for each in tasks:
-        task = each.task, each.task_id, each.key or "", each.job or ""
-        rows.append((shared.local(each.due), _when(each.due).removeprefix("in "), *task))
-    yield from shared.aligned(rows)
+@contextmanager
+def searched(terms: Sequence[str]) -> Iterator[Search]:
+    """Yield the search for waiting tasks with these terms.
+
+    Raises:
+        click.UsageError: The search is invalid, or the application has no registry.
+    """
+    with with_registry() as delays, shared.usage_errors(exceptions.InvalidSearch):
+        yield Search.of(delays, " ".join(terms))
 
 
 #: The arguments that choose a command's tasks; see :func:`_of_each`.
@@ -201,73 +201,42 @@ def _decide(tasks: Sequence[str], key: str | None, method: str, **options: objec
 
 @shared.command()
 @_meant
-@_filters
+@click.option("--search", help="All tracked tasks that `pending SEARCH` lists, instead of ids.")
 @_also_future
-@click.option("--dry-run", is_flag=True, help="Only count the tasks that the filters choose.")
+@click.option("--dry-run", is_flag=True, help="Only count the tasks that the search finds.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 def cancel(
     tasks: tuple[str, ...],
     key: str | None,
+    search: str | None,
     also_future: bool,
     dry_run: bool,
     yes: bool,
-    **filters: Any,
 ) -> None:
-    """Cancel waiting tasks: by ids, by key, or all tracked tasks that match filters.
-
-    An open job, given by --job alone, is aborted, with all its tasks, tracked or not.
-    """
-    if not any(filters.values()):
+    """Cancel waiting tasks: by ids, by key, or all tracked tasks that a search finds."""
+    if search is None:
         if dry_run:
-            raise click.UsageError("--dry-run needs --task, --job, --due-before or --due-after")
+            raise click.UsageError("--dry-run needs --search")
         _decide(tasks, key, "cancel", also_future=also_future)
         return
-    if tasks or key is not None or also_future:
-        raise click.UsageError("filters cannot be combined with ids, --key or --also-future")
+    if tasks or key is not None or also_future or not search.strip():
+        takes = "--search takes terms, and excludes ids, --key and --also-future"
+        raise click.UsageError(takes)
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json cannot ask for confirmation: pass --yes or --dry-run")
-    job = filters["job"]
-    with with_registry() as delays:
-        sent_before = instant_of(delays.registry.now_ms() + 1)
-        state = delays.registry.jobs.state(job) if job else None
-        count = delays.count(**filters)
-        if state is JobState.OPEN:
-            if [name for name, value in filters.items() if value] != ["job"]:
-                raise click.UsageError(
-                    f"job {job!r} is open, and no part of an open job can be cancelled: use job "
-                    f"abort {job}, or --job without other filters"
-                )
-            _abort(delays, job, count, dry_run, yes)
-            return
+    cancelled = 0
+    with searched([search]) as wanted:
+        registry, job = wanted.delays.registry, wanted.filter.job
+        if job and registry.jobs.state(job) is JobState.OPEN:
+            raise click.UsageError(f"job {job!r} is open: abort all of it with job abort {job}")
+        end = instant_of(registry.now_ms() + 1)
+        count = wanted.count()
         if count and not (yes or dry_run):
             click.confirm(f"Cancel {count:,} waiting tracked tasks?", abort=True)
-        cancelled = 0
         if count and not dry_run:
-            cancelled = delays.cancel_pending(**filters, sent_before=sent_before)
+            cancelled = sum(wanted.sent_before(end).cancel())
     line = f"{count:,} would be cancelled" if dry_run else f"{cancelled:,} cancelled"
-    if job:
-        line = f"job {job!r} is {'unknown' if state is None else state.value}: {line}"
-    answer = {"count": count, "cancelled": cancelled, "dry_run": dry_run, "aborted": False}
-    shared.answer(answer, [line])
-    if job and state is None and not count:
-        raise SystemExit(shared.FAILED)
-
-
-def _abort(delays: RabbitDelay, job: str, count: int, dry_run: bool, yes: bool) -> None:
-    """Abort an open job as ``cancel(job=...)`` does; ``count`` of its tracked tasks wait."""
-    tasks = "with all its tasks, tracked or not"
-    if not (yes or dry_run):
-        click.confirm(f"Abort the open job {job!r}, {tasks}?", abort=True)
-    if not dry_run:
-        delays.abort_job(job)
-    shared.answer(
-        {"count": count, "cancelled": 0, "dry_run": dry_run, "aborted": not dry_run},
-        [
-            f"job {job!r} is open: it would be aborted, {tasks}"
-            if dry_run
-            else f"job {job!r} is aborted, {tasks}"
-        ],
-    )
+    shared.answer({"count": count, "cancelled": cancelled, "dry_run": dry_run}, [line])
 
 
 @shared.command()

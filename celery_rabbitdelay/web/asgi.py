@@ -20,14 +20,14 @@ from starlette.types import ASGIApp
 
 from celery_rabbitdelay import __version__
 from celery_rabbitdelay.command.shared import local
-from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.exceptions import InvalidSearch, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics.reading import AWAY, why
+from celery_rabbitdelay.registry.query import Term
 from celery_rabbitdelay.web import charts, shown
 from celery_rabbitdelay.web.access import Access, Shield
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.pages import PAGES, Page
-from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import Site
 from celery_rabbitdelay.web.view_request import Fields, ViewRequest, fields_of, form_of
 
@@ -102,6 +102,8 @@ class Server:
                 view_request = replace(view_request, fields=Fields(fields))
             try:
                 content = await run_in_threadpool(page.view, view_request)
+            except InvalidSearch as wrong:
+                raise HTTPException(400, str(wrong)) from wrong
             except AWAY as error:
                 server = "Redis" if isinstance(error, RegistryUnavailable) else "The broker"
                 raise HTTPException(503, f"{server} cannot be reached: {why(error)}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final, TypeAlias
@@ -18,7 +18,8 @@ from celery_rabbitdelay.registry.commands import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.record import TaskState, record_of
-from celery_rabbitdelay.web.search import Search
+from celery_rabbitdelay.registry.search import Search
+from celery_rabbitdelay.web.search import PagedSearch
 from celery_rabbitdelay.web.site import Verb, Work, in_batches, log_action
 from celery_rabbitdelay.web.view_request import Fields, ViewRequest, Wrong
 from celery_rabbitdelay.web.waiting import found_before, rows
@@ -123,7 +124,7 @@ def select(request: ViewRequest) -> dict[str, object]:
 
 def confirm(request: ViewRequest) -> dict[str, object]:
     """Return the selected tasks, for the confirmation of an action."""
-    search, ids = Search.of(request), _ids(request)
+    search, ids = PagedSearch.of_request(request), _ids(request)
     tasks = search.delays.registry.index.tasks(ids[:SHOWN])
     scope = {"sent_before": None, "count": len(ids), "may_be_more": False, "back": _back(request)}
     return {**_question(request, search, tasks), "ids": ids, **scope}
@@ -135,7 +136,7 @@ def confirm_all(request: ViewRequest) -> dict[str, object]:
         return confirm(request)
     # Taken before the count, so that no task that is sent meanwhile is affected.
     end = instant_of(request.with_registry.registry.now_ms() + 1)
-    search = Search.of(request, end)
+    search = PagedSearch.of_request(request, end)
     read, count, may_be_more = search.counted()
     tasks = (read or search.found(None, SHOWN)).tasks[:SHOWN]
     back = f"waiting?{request.fields.address(action=None)}"
@@ -146,7 +147,7 @@ def confirm_all(request: ViewRequest) -> dict[str, object]:
     return {**_question(request, search, tasks), "ids": [], **scope}
 
 
-def _question(request: ViewRequest, search: Search, tasks: list[Pending]) -> dict[str, object]:
+def _question(request: ViewRequest, search: PagedSearch, tasks: list[Pending]) -> dict[str, object]:
     action = request.fields.one_of("action", ACTIONS, "cancel")
     return {"action": action, "q": str(search.query), "tasks": rows(search, tasks)}
 
@@ -156,31 +157,22 @@ def decide_all(request: ViewRequest) -> dict[str, object]:
     action, end = request.fields.one_of("action", ACTIONS, ""), request.instant("sent_before")
     if end is None:
         raise Wrong("sent_before", "takes the instant that /api/waiting/all returns")
-    search, until = Search.of(request, end), _until(request, action)
-    delays, wanted = search.delays, search.filter._replace(sent_before_ms=milliseconds_of(end))
+    search, until = PagedSearch.of_request(request, end), _until(request, action)
     _, count, may_be_more = search.counted()
-    index = delays.registry.index
-    if until is None and search.ids is None:
-        batches = delays.cancel_batches(wanted)
-    else:
-        ids = search.ids
-        found = index.pending(wanted) if ids is None else index.matching(index.tasks(ids), wanted)
-        batches = _decide_each(delays, found, until)
+    wanted = search.sent_before(end)
+    batches = wanted.cancel() if until is None else _postpone_each(wanted, until)
     about = f"tasks that match {search.query}" if search.query.terms else "all tracked tasks"
     about += f" (at least {count:,})" if may_be_more and count else ""
     work = Work(request.user, ACTIONS[action], about, count, _back(request))
     return seen(request.site.works.begin(work, in_batches(batches)))
 
 
-def _decide_each(
-    delays: RabbitDelay, tasks: Iterable[Pending], until: Until | None
-) -> Iterator[int]:
-    """Decide about tracked tasks, and yield for each whether it has changed."""
-    for each in tasks:
-        if until is None:
-            yield int(delays.cancel(each.task_id, also_future=False) is Outcome.DONE)
-        elif (eta := until(each.task_id, each.due)) is not None:
-            yield int(delays.postpone(each.task_id, eta=eta, also_future=False) is Outcome.DONE)
+def _postpone_each(search: Search, until: Until) -> Iterator[int]:
+    """Postpone the matching tasks, and yield for each whether it has changed."""
+    for each in search.tasks():
+        if (eta := until(each.task_id, each.due)) is not None:
+            outcome = search.delays.postpone(each.task_id, eta=eta, also_future=False)
+            yield int(outcome is Outcome.DONE)
 
 
 def work(request: ViewRequest) -> dict[str, object]:

@@ -13,9 +13,8 @@ from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.web.query import Term
-from celery_rabbitdelay.web.site import log_action
-from celery_rabbitdelay.web.states import counted
+from celery_rabbitdelay.registry.query import Term
+from celery_rabbitdelay.web.site import counted, log_action
 from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
 #: How many of the newest jobs are read, and how many matching jobs the page lists.

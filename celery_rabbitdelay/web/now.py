@@ -18,11 +18,11 @@ from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked, verify_application
 from celery_rabbitdelay.operations.workers import ARRIVALS
 from celery_rabbitdelay.registry.index import Kind, KindCounts
+from celery_rabbitdelay.registry.states import Due, Holds
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.charts import DAY, HOUR, MINUTE, aligned
 from celery_rabbitdelay.web.problems import awaited, problems
 from celery_rabbitdelay.web.site import PATIENCE, WORKERS_PERIOD, Answer, Site, is_awaited
-from celery_rabbitdelay.web.states import Due, Holds
 from celery_rabbitdelay.web.undeliverable import reasons
 from celery_rabbitdelay.web.view_request import ViewRequest
 from celery_rabbitdelay.web.workers import unserved

@@ -12,10 +12,10 @@ from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked
 from celery_rabbitdelay.publishing.declaration import unserved_modules
 from celery_rabbitdelay.registry.index import Kind
+from celery_rabbitdelay.registry.query import Term
+from celery_rabbitdelay.registry.states import Due
 from celery_rabbitdelay.web import shown
-from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.site import Answer, Glance, is_awaited
-from celery_rabbitdelay.web.states import Due
 
 #: Seconds of lateness from which a probe is a problem.
 LATE: Final = 10.0

@@ -1,23 +1,17 @@
-"""Search and count waiting tracked tasks, in batches."""
+"""Search waiting tracked tasks page by page, and count them by value."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
 from typing import Final, NamedTuple, Self, TypeAlias
 
-from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.registry.index import ALL_KINDS, Filter, KindCounts, Pending, Summary
-from celery_rabbitdelay.registry.record import MessageFacts, record_of
-from celery_rabbitdelay.registry.registry import Registry
-from celery_rabbitdelay.web.options import Options
-from celery_rabbitdelay.web.query import Context, Query, Span, Term, filter_of, kinds_of
-from celery_rabbitdelay.web.states import Holds
+from celery_rabbitdelay.registry.index import KindCounts, Pending
+from celery_rabbitdelay.registry.query import Span, kinds_of
+from celery_rabbitdelay.registry.search import SOON, Search
 from celery_rabbitdelay.web.view_request import ViewRequest
 
 #: The most records that a page of a search reads if no index holds exactly the matching tasks; and
@@ -26,9 +20,6 @@ MOST_READ, MOST_READ_WHOLE = 1_000, 500
 
 #: How many of the newest jobs are counted beside a search.
 COUNTED_JOBS: Final = 8
-
-#: The spans that due tasks are counted for beside a search: the term's value, and milliseconds.
-SOON: Final = {"<1h": 3_600_000, "<1d": 86_400_000, "<7d": 604_800_000}
 
 #: The counts of matching tasks per value, by the name of the term: task, queue, state and so on.
 Counts: TypeAlias = Mapping[str, Counter[str]]
@@ -55,51 +46,20 @@ class Found(NamedTuple):
         return Found(self.tasks[:most], (milliseconds_of(last.due), last.task_id))
 
 
-@dataclass(frozen=True)
-class Search:
-    """A search for waiting tracked tasks.
-
-    Attributes:
-        delays: The application's delays.
-        query: The terms.
-        context: The context of the terms.
-        filter: Selects the matching tasks.
-        ids: The ids of the only candidates; None for any task.
-        summary: The counts of waiting tasks by kind.
-    """
-
-    delays: RabbitDelay
-    query: Query
-    context: Context
-    filter: Filter
-    ids: Sequence[str] | None
-    summary: Summary
+class PagedSearch(Search):
+    """A search that reads a limited number of records per page."""
 
     @classmethod
-    def of(cls, request: ViewRequest, now: datetime | None = None) -> Self:
-        """Parse the search of a request.
-
-        Args:
-            request: The request.
-            now: The present; an action that was confirmed before passes the instant of its count.
+    def of_request(cls, request: ViewRequest, now: datetime | None = None) -> Self:
+        """Parse the search of a request; for ``now``, see :meth:`.Search.of`.
 
         Raises:
-            HTTPException: The search is invalid, or there is no registry.
+            HTTPException: There is no registry.
+            InvalidSearch: The search is invalid.
         """
-        registry, site = (delays := request.with_registry).registry, request.site
-        query = _exact(registry, Query.of(request.fields.get("q", "")))
-        now, zone, options = now or wall_clock.now(), site.app.timezone, site.options
-        holds, now_ms = Holds.at(delays, now), milliseconds_of(now)
-        due = [each for each in query.span("due", now, zone) if each is not None]
-        instants = [holds.late_ms, *(now_ms + each for each in SOON.values()), *due]
-        summary = registry.index.summary(instants, ALL_KINDS)
-        shown = partial(arguments, options) if options.shows_arguments else None
-        context = Context(holds, zone, [each.kind for each in summary.kinds], shown)
-        wanted = filter_of(query, context)
-        ids = query.texts("id") or None
-        if ids is None and wanted.key is not None:
-            ids = registry.waiting_under(wanted.key)
-        return cls(delays, query, context, wanted, ids, summary)
+        options, text = request.site.options, request.fields.get("q", "")
+        shown = options.shown if options.shows_arguments else None
+        return cls.of(request.with_registry, text, now, shown)
 
     @property
     def needs_records(self) -> bool:
@@ -193,22 +153,3 @@ class Search:
         start, end = whole.cut(start, end)
         last = kind.total if end is None else kind.before[end]
         return max(last - (0 if start is None else kind.before[start]), 0)
-
-
-def _exact(registry: Registry, query: Query) -> Query:
-    """Return a search for one text, such as a pasted id, as one for the id or the key if known."""
-    if not (text := query.pasted):
-        return query
-    if record_of(registry, text):
-        return Query((Term.of("id", text),))
-    # If no task waits under a word as its key, it may still be a part of other keys.
-    ids = registry.waiting_under(text)
-    is_key = ids and (":" in text or registry.index.tasks(ids))
-    return Query((Term.of("key", text),)) if is_key else query
-
-
-def arguments(options: Options, task: str, message: str) -> str | None:
-    """Return the masked arguments in a task's stored message; None if there are none."""
-    headers = MessageFacts.of(message)
-    given = [each for each in (headers.args, headers.kwargs) if each not in ("()", "{}")]
-    return " ".join(filter(None, (options.shown(task, each) for each in given))) or None

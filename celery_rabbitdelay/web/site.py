@@ -18,10 +18,13 @@ from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics.reading import AWAY, Broker, Reading, Readings, why
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
 from celery_rabbitdelay.operations.workers import status_of_workers
+from celery_rabbitdelay.registry.index import KindCounts
+from celery_rabbitdelay.registry.states import Holds
 from celery_rabbitdelay.web.options import Options, User
 from celery_rabbitdelay.web.settings import WebSettings
 
@@ -32,8 +35,8 @@ _T = TypeVar("_T")
 #: The timeouts for connecting to the broker, and for its answers, in seconds.
 CONNECT_TIMEOUT, ANSWER_TIMEOUT = 2.0, 5.0
 
-#: Seconds between two readings of the queues, and of the workers.
-STATUS_PERIOD, WORKERS_PERIOD = 2.0, 10.0
+#: Seconds between two readings of the queues, of the kinds of waiting tasks, and of the workers.
+STATUS_PERIOD, COUNTED_PERIOD, WORKERS_PERIOD = 2.0, 5.0, 10.0
 
 #: Seconds for which Now waits for each of its new figures before it shows old ones; and before it
 #: shows figures older than :data:`STALE`, or older than the last action of this process.
@@ -164,6 +167,35 @@ class Site:
             )
 
         return self.latest("workers", look, WORKERS_PERIOD, patience=0)
+
+
+class Counted(NamedTuple):
+    """The kinds of the waiting tracked tasks.
+
+    Attributes:
+        holds: The pauses and open jobs that hold due tasks.
+        kinds: The kinds, with their counts of tasks due before :attr:`.Holds.late_ms`.
+    """
+
+    holds: Holds
+    kinds: list[KindCounts]
+
+
+def counted(site: Site) -> Counted:
+    """Return the cached kinds of the waiting tasks.
+
+    Raises:
+        RegistryUnavailable: Redis does not answer.
+    """
+
+    def look() -> Counted:
+        holds = Holds.at(site.delays, wall_clock.now())
+        return Counted(holds, site.delays.registry.index.summary([holds.late_ms]).kinds)
+
+    found = site.latest("kinds", look, COUNTED_PERIOD)
+    if found.value is None or found.error is not None:
+        raise RegistryUnavailable(found.error or "Redis has not answered yet")
+    return found.value
 
 
 def is_awaited(reading: Reading[Any], period: float) -> bool:

@@ -15,11 +15,11 @@ from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.declaration import Backlog, queue_counts, unserved_modules
 from celery_rabbitdelay.publishing.kombu_internals import Counts
+from celery_rabbitdelay.registry.query import Term
 from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task, record_of
+from celery_rabbitdelay.registry.states import ON_ITS_WAY, state_of
 from celery_rabbitdelay.web import shown
-from celery_rabbitdelay.web.query import Term
-from celery_rabbitdelay.web.site import STATUS_PERIOD, Site
-from celery_rabbitdelay.web.states import ON_ITS_WAY, counted, state_of
+from celery_rabbitdelay.web.site import STATUS_PERIOD, Site, counted
 from celery_rabbitdelay.web.view_request import ViewRequest
 from celery_rabbitdelay.web.workers import unserved
 

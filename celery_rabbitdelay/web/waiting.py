@@ -9,12 +9,13 @@ from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.pauses import LATEST_MS
+from celery_rabbitdelay.registry.query import NAMES, Term, completions
 from celery_rabbitdelay.registry.record import record_of
-from celery_rabbitdelay.web.query import NAMES, Term, completions
-from celery_rabbitdelay.web.search import SOON, Counts, Search
+from celery_rabbitdelay.registry.search import SOON, Search
+from celery_rabbitdelay.registry.states import STATES
+from celery_rabbitdelay.web.search import Counts, PagedSearch
 from celery_rabbitdelay.web.shown import MOST_IN_ADDRESS
-from celery_rabbitdelay.web.site import STATUS_PERIOD
-from celery_rabbitdelay.web.states import STATES, counted
+from celery_rabbitdelay.web.site import STATUS_PERIOD, counted
 from celery_rabbitdelay.web.task import ENDED
 from celery_rabbitdelay.web.view_request import Fields, ViewRequest, Wrong
 
@@ -42,7 +43,7 @@ def found_before(fields: Fields) -> int:
 
 def waiting(request: ViewRequest) -> dict[str, object]:
     """Return one page of the matching tasks, in the order of their due times."""
-    fields, search = request.fields, Search.of(request)
+    fields, search = request.fields, PagedSearch.of_request(request)
     limit, after = fields.number("limit", PAGE, MOST), _place(request)
     before = found_before(fields)
     most = limit - before % limit  # this page may have begun with the tasks of another request
@@ -86,7 +87,7 @@ def rows(search: Search, tasks: Sequence[Pending]) -> list[dict[str, object]]:
 
 
 def _facets(
-    request: ViewRequest, search: Search, counts: Counts
+    request: ViewRequest, search: PagedSearch, counts: Counts
 ) -> Iterator[tuple[str, list[dict[str, object]]]]:
     """Yield the facets: the counted values of terms, with the addresses that filter by them."""
     query = search.query

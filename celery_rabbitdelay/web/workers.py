@@ -10,8 +10,7 @@ from kombu import Queue
 
 from celery_rabbitdelay.operations.workers import ABOUT, ARRIVALS
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.web.site import PATIENCE, WORKERS_PERIOD, Answer, Site, is_awaited
-from celery_rabbitdelay.web.states import counted
+from celery_rabbitdelay.web.site import PATIENCE, WORKERS_PERIOD, Answer, Site, counted, is_awaited
 from celery_rabbitdelay.web.view_request import ViewRequest
 
 #: Seconds between two checks for queues without a worker, and the most queues that are checked.

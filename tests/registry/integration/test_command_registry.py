@@ -44,19 +44,23 @@ def test_pending_lists_the_tasks_that_wait(shop: Any) -> None:
     between = (datetime.now(UTC) + timedelta(minutes=90)).isoformat()
 
     lines = invoke(shop, "pending").stdout.splitlines()
-    assert lines[0].split() == ["due", "in", "task", "id", "key", "job"]
+    assert lines[0].split() == ["due", "in", "state", "task", "id", "key", "job"]
     assert (first in lines[1], second in lines[2]) == (True, True)
     assert lines[3].startswith(
         "2 tracked tasks wait (untracked tasks are not listed: see status); the list is complete "
     )
     for options, shown in {
         "--limit 1": [first],
-        f"--key {key}": [first],
-        f"--due-before {between}": [first],
-        f"--due-after {between}": [second],
+        f"key:{key}": [first],
+        f"task:lo* key:{key[:20]}* state:waiting": [first],
+        f"due:<{between}": [first],
+        f"due:>{between}": [second],
+        "state:held": [],
     }.items():
         tasks = answer(shop, f"pending {options}", "pending")["tasks"]
         assert [each["task_id"] for each in tasks] == shown, options
+    wrong = invoke(shop, "pending state:lost")
+    assert (wrong.exit_code, "cannot search for 'state:lost'" in wrong.stderr) == (2, True)
 
 
 def test_show_tells_what_is_known_of_one_task(shop: Any) -> None:
@@ -159,60 +163,35 @@ def test_tasks_are_cancelled_and_postponed_by_id_and_by_key(shop: Any) -> None:
     assert shop.rabbitdelay.count() == 0
 
 
-def test_the_command_asks_before_it_cancels_those_of_a_filter(shop: Any) -> None:
+def test_the_command_asks_before_it_cancels_what_a_search_finds(shop: Any) -> None:
     for job in ("imports", "", "", "others"):
         if job:
             shop.rabbitdelay.open_job(job, expires=60)
         send(shop, 3600, **({"job": job} if job else {}))
     shop.rabbitdelay.commit_job("imports")
-    refused = invoke(shop, "cancel --job imports", "n\n")
+    refused = invoke(shop, "cancel --search job:imports", "n\n")
     assert "Cancel 1 waiting tracked tasks?" in refused.stdout
     assert (refused.exit_code, shop.rabbitdelay.count()) == (1, 4)
-    assert invoke(shop, "cancel --job imports", "y\n").stdout.endswith(
-        "job 'imports' is committed: 1 cancelled\n"
-    )
-    now = datetime.now(UTC).isoformat()
-    told = answer(shop, f"cancel --due-after {now} --dry-run", "cancel")
-    assert told == {"count": 3, "cancelled": 0, "dry_run": True, "aborted": False}
-    told = answer(shop, f"cancel --due-before {now} --yes", "cancel")
-    assert told == {"count": 0, "cancelled": 0, "dry_run": False, "aborted": False}
+    done = invoke(shop, "cancel --search job:imports", "y\n").stdout
+    assert done.endswith("1 cancelled\n")
+    told = answer(shop, "cancel --search task:look --dry-run", "cancel")
+    assert told == {"count": 3, "cancelled": 0, "dry_run": True}
+    told = answer(shop, "cancel --search sent:>1h --yes", "cancel")
+    assert told == {"count": 0, "cancelled": 0, "dry_run": False}
     for options, why in (
-        ("--dry-run", "--dry-run needs --task, --job, --due-before or --due-after"),
-        ("x --task look", "filters cannot be combined with ids, --key or --also-future"),
-        ("--task look --json", "--json cannot ask for confirmation: pass --yes or --dry-run"),
+        ("--dry-run", "--dry-run needs --search"),
+        ("x --search task:look", "--search takes terms, and excludes ids, --key and --also-future"),
+        ("--search job:others -y", "job 'others' is open: abort all of it with job abort others"),
+        ("--search task:look --json", "--json cannot ask for confirmation: pass --yes or"),
         ("--yes", "pass task ids, or --key"),
     ):
         wrong = invoke(shop, f"cancel {options}")
         assert wrong.exit_code == 2
         assert why in " ".join(wrong.stderr.split())
     assert shop.rabbitdelay.count() == 3
-
-
-def test_an_open_job_is_aborted_with_its_untracked_tasks(shop: Any) -> None:
-    job = f"import-{uuid4().hex}"
-    unknown = invoke(shop, f"cancel --job {job} -y")
-    assert unknown.stdout == f"job '{job}' is unknown: 0 cancelled\n"
-    assert unknown.exit_code == 1
-    shop.rabbitdelay.open_job(job, expires=60)
-    shop.tasks["look"].apply_async(delay=3600, job=job)
-    assert job in answer(shop, "status -t 0.1", "status")["open_jobs"]
-    assert "open jobs: " in invoke(shop, "status -t 0.1").stdout
-
-    def state() -> str:
-        return str(answer(shop, f"job show {job}", "job")["state"])
-
-    beside = invoke(shop, f"cancel --job {job} --task look -y")
-    assert (beside.exit_code, state()) == (2, "open")
-    assert f"use job abort {job}" in " ".join(beside.stderr.split())
-    would = invoke(shop, f"cancel --job {job} --dry-run").stdout
-    assert would == (
-        f"job '{job}' is open: it would be aborted, with all its tasks, tracked or not\n"
-    )
-    assert (invoke(shop, f"cancel --job {job}", "n\n").exit_code, state()) == (1, "open")
-    told = answer(shop, f"cancel --job {job} --yes", "cancel")
-    assert told == {"count": 0, "cancelled": 0, "dry_run": False, "aborted": True}
-    assert state() == "aborted"
-    assert job not in answer(shop, "status -t 0.1", "status")["open_jobs"]
+    keyed = send(shop, 3600, key="order:7")
+    assert invoke(shop, "cancel --search order:7 -y").stdout == "1 cancelled\n"
+    assert shop.rabbitdelay.show(keyed).state == "cancelled"
 
 
 @pytest.mark.parametrize("command", ["cancel", "postpone --delay 60"])
@@ -252,7 +231,11 @@ def test_a_job_is_opened_committed_and_shown(shop: Any) -> None:
     unknown = invoke(shop, f"job show {job}")
     assert (unknown.stdout, unknown.exit_code) == (f"{job}: unknown\n", 1)
     assert invoke(shop, f"job open {job} --expires 1m30s").stdout == f"{job}: open\n"
+    send(shop, 3600)  # the levels exist
+    assert job in answer(shop, "status -t 0.1", "status")["open_jobs"]
+    assert "open jobs: " in invoke(shop, "status -t 0.1").stdout
     assert answer(shop, f"job commit {job}", "job") == {"job": job, "state": "committed"}
+    assert job not in answer(shop, "status -t 0.1", "status")["open_jobs"]
     aborted = invoke(shop, f"job abort {job}")
     assert aborted.exit_code == 1
     assert f"job '{job}' is committed" in aborted.stderr

@@ -14,10 +14,10 @@ from kombu import Connection
 from redis import Redis
 
 from celery_rabbitdelay.levels.headers import EXCHANGE, QUEUE, REASON, ROUTING_KEY
+from celery_rabbitdelay.registry.query import Term
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
 from celery_rabbitdelay.web import pages
-from celery_rabbitdelay.web.query import Term
 from celery_rabbitdelay.web.search import MOST_READ_WHOLE
 from tests.chromium import ELSEWHERE, PHONE, WIDE, Chromium, Tab
 from tests.kernel.integration.worker import Worker

@@ -17,11 +17,11 @@ from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.registry.index import Kind, KindCounts, Pending
 from celery_rabbitdelay.registry.pauses import Paused
+from celery_rabbitdelay.registry.states import Due, Holds
 from celery_rabbitdelay.web import now
 from celery_rabbitdelay.web.now import Waits
 from celery_rabbitdelay.web.problems import Problem, problems
 from celery_rabbitdelay.web.site import Glance
-from celery_rabbitdelay.web.states import Due, Holds
 
 START = datetime(2030, 1, 31, 9, tzinfo=UTC)
 EDGES = [START + timedelta(minutes=each) for each in range(3)]

@@ -13,8 +13,9 @@ from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.registry.index import Kind, KindCounts
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.record import KnownTask
+from celery_rabbitdelay.registry.states import Holds
 from celery_rabbitdelay.web import task
-from celery_rabbitdelay.web.states import Counted, Holds
+from celery_rabbitdelay.web.site import Counted
 
 
 def reason(messages: int, consumers: int, held: int) -> task.Reason:

@@ -29,7 +29,7 @@ REGISTRY = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
         ("show x --key y", REGISTRY, "pass task ids, or --key"),
         *(
             (command, {}, "set rabbitdelay_registry_url")
-            for command in ("pending", "cancel --task x -y", "job show x", "schedules list")
+            for command in ("pending", "cancel --search task:x -y", "job show x", "schedules list")
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The states of waiting tasks (on time, held, overdue, job open): one rule for all pages."""
+"""The states of waiting tasks: on time, held, overdue, or waiting for the commit of a job."""
 
 from __future__ import annotations
 
@@ -10,21 +10,15 @@ from functools import cached_property
 from typing import Final, NamedTuple, Self
 
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.exceptions import RegistryUnavailable
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.registry.index import Kind, KindCounts, Pending
 from celery_rabbitdelay.registry.pauses import Paused
-from celery_rabbitdelay.web.site import Site
 
 #: The states of a waiting task. "waiting" means on time.
 STATES: Final = ("waiting", "held", "overdue", "job-open")
 
 #: How long a due task may travel to a worker and still count as on time.
 ON_ITS_WAY: Final = timedelta(seconds=5)
-
-#: Seconds between two counts of the kinds.
-COUNTED_PERIOD: Final = 5.0
 
 #: The most due tasks of open jobs that are read; beyond, the counts per kind are estimated.
 MOST_OF_JOBS: Final = 1_000
@@ -137,32 +131,3 @@ class Holds:
             if each.kind in overdue and each.kind not in job_open and each.first_due_ms is not None
         }
         return Due(overdue - job_open, firsts, paused, jobs)
-
-
-class Counted(NamedTuple):
-    """The kinds of the waiting tracked tasks.
-
-    Attributes:
-        holds: The pauses and open jobs that hold due tasks.
-        kinds: The kinds, with their counts of tasks due before :attr:`.Holds.late_ms`.
-    """
-
-    holds: Holds
-    kinds: list[KindCounts]
-
-
-def counted(site: Site) -> Counted:
-    """Return the cached kinds of the waiting tasks.
-
-    Raises:
-        RegistryUnavailable: Redis does not answer.
-    """
-
-    def look() -> Counted:
-        holds = Holds.at(site.delays, wall_clock.now())
-        return Counted(holds, site.delays.registry.index.summary([holds.late_ms]).kinds)
-
-    found = site.latest("kinds", look, COUNTED_PERIOD)
-    if found.value is None or found.error is not None:
-        raise RegistryUnavailable(found.error or "Redis has not answered yet")
-    return found.value

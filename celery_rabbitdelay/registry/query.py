@@ -10,11 +10,10 @@ from functools import partial
 from operator import attrgetter
 from typing import Final, NamedTuple, Self
 
-from celery_rabbitdelay.exceptions import InvalidDelay
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSearch
 from celery_rabbitdelay.levels.delay import milliseconds_of, parse_delay
 from celery_rabbitdelay.registry.index import Filter, Kind, Pending
-from celery_rabbitdelay.web.states import STATES, Holds
-from celery_rabbitdelay.web.view_request import Wrong
+from celery_rabbitdelay.registry.states import STATES, Holds
 
 _INSTANTS: Final = "<2h, >1d, today, 2030-01-31, 2030-01-31T09:00, or 2030-01-31..2030-02-02"
 
@@ -78,11 +77,11 @@ class Term(NamedTuple):
         """Parse a term.
 
         Raises:
-            Wrong: The term has a name but no value.
+            InvalidSearch: The term has a name but no value.
         """
         name, parts = _name_of(written), [""]
         if name in NAMES and len(written) == len(name) + 1:
-            raise Wrong(written, NAMES[name])
+            raise InvalidSearch(written, f"{name} {NAMES[name]}")
         value = written[len(name) + 1 :] if name else written
         for code, escaped, plain in _CHARACTER.findall(value):
             if plain == "*":
@@ -115,11 +114,11 @@ class Query(NamedTuple):
         """Parse a search.
 
         Raises:
-            Wrong: A term is invalid, or there are too many terms.
+            InvalidSearch: A term is invalid, or there are too many terms.
         """
         found = [Term.read(each.group()) for each in _TERM.finditer(text)]
         if len(found) > MOST_TERMS:
-            raise Wrong("q", f"takes at most {MOST_TERMS} terms")
+            raise InvalidSearch(text, f"a search takes at most {MOST_TERMS} terms")
         return cls(tuple(each for each in found if each.name or any(each.parts)))
 
     def __str__(self) -> str:
@@ -153,11 +152,11 @@ class Query(NamedTuple):
         """Return the wanted states; empty for any state.
 
         Raises:
-            Wrong: A state is unknown.
+            InvalidSearch: A state is unknown.
         """
         states = {"*".join(each.parts): each for each in self.named("state")}
         for wrong in states.keys() - {*STATES}:
-            raise Wrong(str(states[wrong]), NAMES["state"])
+            raise InvalidSearch(str(states[wrong]), f"state {NAMES['state']}")
         # A task of an open job is also held.
         return {*states, *(("job-open",) if "held" in states else ())}
 
@@ -165,7 +164,7 @@ class Query(NamedTuple):
         """Return the span of time that all terms ``due`` or ``sent`` have in common.
 
         Raises:
-            Wrong: The value of a term is invalid.
+            InvalidSearch: The value of a term is invalid.
         """
         whole = Span(None, None)
         for each in self.named(name):
@@ -217,11 +216,11 @@ def filter_of(query: Query, context: Context) -> Filter:
     """Translate a search into a filter of the registry's index.
 
     Raises:
-        Wrong: A term is invalid.
+        InvalidSearch: A term is invalid.
     """
     for each in (term for term in query.terms if term.name not in ("", *NAMES)):
-        takes = f"takes one of the fields {', '.join(NAMES)}; quote a text with a colon"
-        raise Wrong(str(each), takes)
+        fields = f"the fields are {', '.join(NAMES)}; quote a text with a colon"
+        raise InvalidSearch(str(each), fields)
     states, holds = query.states(), context.holds
     due = query.span("due", holds.now, context.zone)
     is_due = bool(states) and "waiting" not in states
@@ -370,5 +369,5 @@ def _span_of(term: Term, now: datetime, zone: tzinfo) -> Span:
             None if each is None else milliseconds_of(each.astimezone()) for each in (start, end)
         ]
     except (ValueError, OverflowError) as wrong:
-        raise Wrong(str(term), NAMES[term.name]) from wrong
+        raise InvalidSearch(str(term), f"{term.name} {NAMES[term.name]}") from wrong
     return Span(*bounds)
