@@ -240,9 +240,9 @@ class Forwarder:
             level = logging.WARNING if error is None else logging.ERROR
             text = "rabbitdelay %s: a message is undeliverable: %s"
             logger.log(level, text, self.name, reason, exc_info=error)
-        redriven = unopened(headers_of(received.message)).redriven
+        headers = unopened(headers_of(received.message))
         refused = undeliverable or forwarding.to_undeliverable(
-            self.module.topology, outgoing, reason, redriven
+            self.module.topology, outgoing, reason, headers
         )
         if outgoing.is_authentic:
             # The module has accepted the original message: sign its copy, so it can be redriven.

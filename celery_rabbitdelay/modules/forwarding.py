@@ -185,18 +185,23 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
     return content
 
 
+#: The headers of a message that was received without any.
+NO_HEADERS: Final = DelayHeaders()
+
+
 def to_undeliverable(
-    topology: Topology, outgoing: Outgoing, reason: str, redriven: int = 0
+    topology: Topology, outgoing: Outgoing, reason: str, received: DelayHeaders = NO_HEADERS
 ) -> Outgoing:
-    """Return a message for ``undeliverable``, with its destination and the reason in headers.
+    """Return a message for ``undeliverable``; headers keep its destination and failures.
 
     Args:
         topology: The levels, with the exchange of undeliverable messages.
         outgoing: The message, with its intended exchange and key.
         reason: Why the message cannot be delivered.
-        redriven: How often the received message was redriven.
+        received: The parsed headers of the received message, with the earlier failures.
     """
-    left = with_destination(outgoing, reason=reason, redriven=redriven)
+    failures = received.failures or Failures(1, wall_clock.ms(), reason)
+    left = with_destination(outgoing, failures=failures, reason=reason, redriven=received.redriven)
     exchange = topology.module_queues.undeliverable.exchange.name
     return Outgoing(exchange, outgoing.routing_key, left)
 
@@ -355,7 +360,7 @@ class Redelivery:
         """
         failures, reasons, due = self._again(received.failures, reason, makes_copies)
         if due is None:
-            return to_undeliverable(self.topology, outgoing, reasons, received.redriven)
+            return to_undeliverable(self.topology, outgoing, reasons, received)
         message = with_destination(
             outgoing, failures=failures, reason=reason, redriven=received.redriven
         )
@@ -420,10 +425,8 @@ class Redelivery:
             The failures, the reason, and the end of the wait, which is None after the last retry.
         """
         now_ms = wall_clock.ms()
-        failures = Failures(1, now_ms, reason)
-        if former is not None:
-            since_ms = min(former.since_ms, now_ms)
-            failures = Failures(former.attempts + 1, since_ms, former.first_reason)
+        attempts, since_ms, first_reason = former or (0, now_ms, reason)
+        failures = Failures(attempts + 1, min(since_ms, now_ms), first_reason)
         failing = (now_ms - failures.since_ms) / _MS_PER_S
         if failing >= self.seconds:
             return failures, _explained(failures, reason), None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.kombu import Topology, clock, custom
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader
+from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader, Failures
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery, encoded, to_undeliverable
@@ -375,9 +375,15 @@ def test_a_message_is_undeliverable_with_its_first_destination_and_the_last_reas
         header_names.ROUTING_KEY: "paper",
         header_names.EXPIRATION: "60",
     }
-    assert headers_of(once) == {**told, header_names.REASON: "it is full"}
+    failed = {header_names.ATTEMPTS: 1, header_names.FAILED_SINCE: NOW}
+    why = {header_names.REASON: "it is full", header_names.FIRST_REASON: "it is full"}
+    assert headers_of(once) == {**told, **failed, **why}
     # With its expiration, the message would vanish from undeliverable as well.
     properties = once.message.amqp().properties
     assert (once.message.body, properties.get("expiration")) == (b"body", None)
     twice = to_undeliverable(TOPOLOGY, once._replace(exchange="other"), "it is gone")
-    assert headers_of(twice) == {**told, header_names.REASON: "it is gone"}
+    why = {header_names.REASON: "it is gone", header_names.FIRST_REASON: "it is gone"}
+    assert headers_of(twice) == {**told, **failed, **why}
+    earlier = DelayHeaders(failures=Failures(9, NOW - 60_000, "it was full"))
+    at_last = headers_of(to_undeliverable(TOPOLOGY, refused, "it is gone", earlier))
+    assert at_last[header_names.FAILED_SINCE] == NOW - 60_000
