@@ -30,6 +30,7 @@ from celery_rabbitdelay.operations.verify import Verification
 from celery_rabbitdelay.publishing.declaration import declare_destination, queue_counts
 from celery_rabbitdelay.registry.decision import Arrival
 from celery_rabbitdelay.registry.index import SHARDS, Filter, Index, Kind, shard_of
+from celery_rabbitdelay.registry.query import Term
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import (
     application,
@@ -41,6 +42,7 @@ from celery_rabbitdelay.web import (
 )
 from celery_rabbitdelay.web import search as operations
 from celery_rabbitdelay.web.problems import Problem
+from celery_rabbitdelay.web.shown import quoted
 from tests.browser import Browser, Form, assert_harmless, read
 from tests.kernel.integration.arrivals import count
 from tests.kernel.integration.shop import PATIENCE, make_app, named
@@ -1221,6 +1223,10 @@ def test_a_task_and_a_queue_are_paused_and_resumed_and_what_is_held_is_counted(
     queue, noon = named(shop, "default"), wall_clock.now() + timedelta(days=1)
     send(shop, 2, hours=1)
     send(shop, 1, hours=3)
+    for what, name in (("task", "look"), ("queue", queue)):
+        listed = browser.get("/waiting", params={"q": str(Term.of(what, name))}).text
+        assert f"/pauses?{what}={quoted(name)}" in listed
+        assert "/pauses?" not in browser.get("/waiting", params={"q": f"{what}:*"}).text
     try:
         for what, name, until in (("task", "look", noon), ("queue", queue, None)):
             wanted = {} if until is None else {"until": until.isoformat()}
