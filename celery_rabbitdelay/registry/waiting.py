@@ -35,7 +35,8 @@ from celery_rabbitdelay.registry.application import register_sent
 from celery_rabbitdelay.registry.decision import Outcome, Registration, new_copy
 from celery_rabbitdelay.registry.holding import Holding, publish_signed
 from celery_rabbitdelay.registry.index import Filter, Pending
-from celery_rabbitdelay.registry.record import KnownTask, known_task, record_of, restored
+from celery_rabbitdelay.registry.known import KnownTask, known_task
+from celery_rabbitdelay.registry.record import record_of, restored
 from celery_rabbitdelay.registry.registry import Earlier
 from celery_rabbitdelay.registry.store import readable
 
