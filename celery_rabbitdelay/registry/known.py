@@ -141,8 +141,7 @@ def known_task(registry: Registry, task_id: str, layout: Layout, look: Look) -> 
         pauses = [
             each
             for each in all_pauses
-            if (each.task or record.name) == record.name
-            and (each.queue or facts.queue) == facts.queue
+            if each.task in (None, record.name) and each.queue in (None, facts.queue)
         ]
         is_put_back = not in_queue or job is JobState.OPEN
         places = possible_queues(layout, record, facts.tolerance_ms, backlog, is_put_back)
@@ -199,11 +198,16 @@ def reasons(task: KnownTask, others: Mapping[str, Counts]) -> list[Reason]:
         about = {TaskState.SUPERSEDED: "key", TaskState.EXPIRED: "aborted"}.get(state, "")
         return [Reason(ENDED[state], about)]
     is_due = task.due <= wall_clock.now()
-    held_back = list(_held_back(task, is_due))
-    if is_due:
-        return held_back or [_overdue(task, DISTRIBUTE not in unserved_modules(others))]
-    again = ", because it was postponed" if task.postponed == task.due else ""
-    return [Reason(f"Due {left(task.due)}{again}."), *held_back]
+    found = list(_held_back(task, is_due))
+    if not is_due:
+        again = ", because it was postponed" if task.postponed == task.due else ""
+        found.insert(0, Reason(f"Due {left(task.due)}{again}."))
+    elif not found:
+        found.append(_overdue(task, DISTRIBUTE not in unserved_modules(others)))
+    if task.missing:
+        more = f" and {len(task.missing) - 1:,} more" if task.missing[1:] else ""
+        found.append(Reason(f"Missing on the broker: {task.missing[0]}{more}.", "levels"))
+    return found
 
 
 def _held_back(task: KnownTask, is_due: bool) -> Iterator[Reason]:
@@ -221,9 +225,6 @@ def _held_back(task: KnownTask, is_due: bool) -> Iterator[Reason]:
         yield Reason("Its queue does not exist now.", "queue")
     if not is_due and task.in_queue and not task.in_queue["consumers"]:
         yield Reason("No worker consumes its queue now.", "consumers")
-    if task.missing:
-        more = f" and {len(task.missing) - 1:,} more queues" if task.missing[1:] else ""
-        yield Reason(f"Missing on the broker: {task.missing[0]}{more}.", "levels")
 
 
 def _overdue(task: KnownTask, is_distributed: bool) -> Reason:
@@ -247,9 +248,8 @@ def _overdue(task: KnownTask, is_distributed: bool) -> Reason:
         elsewhere = " If its job was open, it returns within ten minutes after the commit."
     elif "paused" in task.may_be_in:
         elsewhere = " Held tasks are returning to their queues; it may be one of them."
-    messages = counts["messages"]
-    hint = f"Messages in the queue: {messages:,}."
-    if not messages:
+    hint = f"Messages in the queue: {counts['messages']:,}."
+    if not counts["messages"]:
         holder = "a worker has prefetched it, or " if counts["consumers"] else ""
         about, words = "lost", f"and its queue is empty: {holder}its message was lost"
         hint = "Running it now (postpone --delay 0) sends a new message; the task runs only once."

@@ -288,7 +288,7 @@ class Waiting(Holding):
     def show(
         self, task: str | UUID | Result | None = None, *, key: str | None = None
     ) -> KnownTask | None:
-        """Return the state of one task: its due time, destination, decisions, ...
+        """Return the state of one task: its due time, destination, why it has not run, ...
 
         For a waiting task, the broker is asked where its message is.
 

@@ -16,8 +16,8 @@ from celery_rabbitdelay.publishing.declaration import Backlog, queue_counts
 from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.registry.known import NO_BACKLOG, KnownTask, Reason, known_task
 from celery_rabbitdelay.registry.record import record_of
-from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.query import Term
+from celery_rabbitdelay.web.shown import quoted
 from celery_rabbitdelay.web.site import STATUS_PERIOD
 from celery_rabbitdelay.web.states import state_of
 from celery_rabbitdelay.web.view_request import ViewRequest
@@ -74,8 +74,7 @@ def story(request: ViewRequest) -> dict[str, object]:
     known |= {"first_due": first_due, "arguments_shown": site.options.shows_arguments}
     for name in ("args", "kwargs"):
         known[name] = site.options.shown(found.task or "", known[name])
-    history = list(_history(found, first_due, state))
-    return {**about, "task": known, "state": state, "history": history}
+    return {**about, "task": known, "state": state, "history": [*_history(found, first_due, state)]}
 
 
 class Event(NamedTuple):
@@ -136,9 +135,7 @@ def _history(task: KnownTask, first_due: datetime | None, state: str) -> Iterato
 
 def _linked(reason: Reason, task: KnownTask) -> dict[str, str | None]:
     """Return the words of a reason, with the address of the page that shows details or a remedy."""
-    page, fields = PAGES.get(reason.about, "workers"), ""
-    if page == "waiting":
-        fields = f"q={shown.quoted(str(Term.of('key', task.key or '')))}"
-    elif page == "jobs/one":
-        fields = f"name={shown.quoted(task.job or '')}"
+    page = PAGES.get(reason.about, "workers")
+    key, job = quoted(str(Term.of("key", task.key or ""))), quoted(task.job or "")
+    fields = {"waiting": f"q={key}", "jobs/one": f"name={job}"}.get(page or "", "")
     return {"words": reason.words, "page": page, "fields": fields}

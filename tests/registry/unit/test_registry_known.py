@@ -94,15 +94,21 @@ def test_a_task_that_is_held_has_a_reason_for_each_hold_before_and_after_its_due
             "All tasks of this name have been paused for 1 h; the pause has no end time.", "pause"
         ),
         Reason("Its queue has been paused for 0 s; the pause ends in 2 h.", "pause"),
-        Reason("Missing on the broker: rabbitdelay.hours.1 and 2 more queues.", "levels"),
+        Reason("Missing on the broker: rabbitdelay.hours.1 and 2 more.", "levels"),
     ]
     first, *others = why(due=NOW + HOUR, **holds)
     assert first == Reason("Due in 1 h.")
     assert set(others) == {*due, Reason("No worker consumes its queue now.", "consumers")}
 
 
+def test_missing_queues_are_a_reason_beside_that_of_an_overdue_task() -> None:
+    lost, missing = why(missing=("rabbitdelay.hours.1",), **in_queue(0, 0))
+    assert lost.about == "lost"
+    assert missing == Reason("Missing on the broker: rabbitdelay.hours.1.", "levels")
+
+
 def test_a_task_that_is_not_due_has_its_due_time_as_the_first_reason() -> None:
-    later = {"due": NOW + HOUR, "postponed": NOW + HOUR}
+    later: dict[str, Any] = {"due": NOW + HOUR, "postponed": NOW + HOUR}
     assert why(**later, **in_queue(0, 1)) == [Reason("Due in 1 h, because it was postponed.")]
     absent = why(due=NOW + HOUR, in_queue={})[1]
     assert absent == Reason("Its queue does not exist now.", "queue")
