@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from celery_rabbitdelay.app.rows import Report, Row
     from celery_rabbitdelay.registry.decision import Outcome
     from celery_rabbitdelay.registry.index import Pending
+    from celery_rabbitdelay.registry.known import KnownTask
     from celery_rabbitdelay.registry.pauses import Paused
-    from celery_rabbitdelay.registry.record import KnownTask
 
 __all__ = [
     "Celery",
@@ -54,7 +54,7 @@ __version__ = "0.1.0"
 _IMPORTED_ON_FIRST_USE: Final = {
     "Celery": "celery_rabbitdelay.app.application",
     "install": "celery_rabbitdelay.app.application",
-    "KnownTask": "celery_rabbitdelay.registry.record",
+    "KnownTask": "celery_rabbitdelay.registry.known",
     "Report": "celery_rabbitdelay.app.rows",
     "Row": "celery_rabbitdelay.app.rows",
     "Task": "celery_rabbitdelay.app.application",

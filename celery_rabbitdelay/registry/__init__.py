@@ -9,6 +9,7 @@ Read ``decision`` (the rule and its values), the scripts in ``lua`` (every scrip
 ``arrive.lua`` is the rule, and ``shared.lua`` describes the record of a task), ``registry`` (calls
 the scripts), ``jobs``, ``pauses``, ``index`` (the keys and the index of waiting tasks), ``store``
 and ``connection``. None of these modules uses Celery or AMQP. Other modules build on these:
-``waiting``, ``holding`` and ``commands`` serve users, ``addition`` and ``rows`` implement the
-kernel's seams, and ``bootsteps`` and ``decisions`` run in workers.
+``waiting``, ``holding`` and ``commands`` serve users, ``known`` explains why a task has not run,
+``addition`` and ``rows`` implement the kernel's seams, and ``bootsteps`` and ``decisions`` run in
+workers.
 """

@@ -19,8 +19,8 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, duration_text, instant_of
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.known import KnownTask
 from celery_rabbitdelay.registry.pauses import Paused
-from celery_rabbitdelay.registry.record import KnownTask
 from celery_rabbitdelay.registry.search import Search
 
 #: The text that a command prints for each outcome.
@@ -105,12 +105,9 @@ _meant: Final = shared.options(
 @shared.command()
 @_meant
 def show(tasks: Sequence[str], key: str | None) -> None:
-    """Show the state of tasks, given by ids or a key."""
+    """Show the state of tasks, given by ids or a key, and why they have not run."""
     found: dict[str, KnownTask | None] = _of_each(tasks, key, "show")
-    answers = {
-        name: each and {**vars(each), "pauses": [pause._asdict() for pause in each.pauses]}
-        for name, each in found.items()
-    }
+    answers = {name: each and _fields(each) for name, each in found.items()}
     lines = (_facts(each) if each else [f"{name}: unknown"] for name, each in found.items())
     shared.answer({"tasks": answers}, chain(*lines))
     if None in found.values():
@@ -135,17 +132,18 @@ def _of_each(
         return {key: call(key=key)} if key is not None else {task: call(task) for task in tasks}
 
 
+def _fields(found: KnownTask) -> dict[str, object]:
+    """Return a task as an object for JSON."""
+    pauses, why = [each._asdict() for each in found.pauses], [each.words for each in found.why]
+    return {**vars(found), "pauses": pauses, "why": why}
+
+
 def _facts(found: KnownTask) -> Iterator[str]:
     """Yield the lines that describe a task; leave out unknown facts."""
     due = found.due and f"{shared.local(found.due)}, {_when(found.due)}"
     may_be_in = ", ".join(f"{name} ({count:,})" for name, count in found.may_be_in.items())
     if found.due and found.due > wall_clock.now():
         may_be_in = f"{may_be_in or 'no level'}, judging by its due time"
-    in_queue = ""
-    if found.in_queue is not None:
-        counts = (_count(number, name) for name, number in found.in_queue.items())
-        in_queue = f" ({', '.join(counts) or 'does not exist'})"
-    pauses = (shared.paused_line(*each).removeprefix("paused: ") for each in found.pauses)
     route = f"exchange {found.exchange!r}, routing key {found.routing_key!r}"
     facts = {
         "task": found.task,
@@ -153,22 +151,16 @@ def _facts(found: KnownTask) -> Iterator[str]:
         "due": due,
         "postponed": found.postponed and f"until {shared.local(found.postponed)}",
         "arguments": found.args and f"{found.args} {found.kwargs}",
-        "queue": found.queue and f"{found.queue}{in_queue}",
+        "queue": found.queue,
         "route": found.exchange is not None and route,
         "priority": found.priority is not None and str(found.priority),
         "key": found.key,
         "job": found.job and f"{found.job}, {found.job_state or 'unknown'}",
-        "paused": "; ".join(pauses),
         "may be in": may_be_in,
-        "missing": shared.first_of(found.missing),
     }
+    rows = [*facts.items(), *(("why", each.words) for each in found.why)]
     yield f"{found.task_id}: {found.state}"
-    yield from shared.aligned([(f"  {name}", fact) for name, fact in facts.items() if fact])
-
-
-def _count(number: int, nouns: str) -> str:
-    """Return a number with its noun, given in the plural: ``1 message``, ``no consumers``."""
-    return f"{number:,} {nouns}" if number > 1 else f"1 {nouns[:-1]}" if number else f"no {nouns}"
+    yield from shared.aligned([(f"  {name}", fact) for name, fact in rows if fact])
 
 
 def _when(due: datetime) -> str:

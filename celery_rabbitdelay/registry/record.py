@@ -5,30 +5,24 @@ from __future__ import annotations
 import json
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Iterator
 from enum import Enum
 from functools import lru_cache
-from typing import Final, NamedTuple, Self, TypeAlias
+from typing import Final, NamedTuple, Self
 
 from kombu import Queue
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.headers import parse
 from celery_rabbitdelay.levels.layout import Layout, Level
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.modules.envelope import DICTIONARY
 from celery_rabbitdelay.modules.forwarding import LONGEST_PAUSE
 from celery_rabbitdelay.publishing.declaration import Backlog
-from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.publishing.message import Content, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.index import Kind
-from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.registry import Registry
 
 #: The options of zlib: a deflate stream without a header (RFC 1951), and a window of 4 KiB.
@@ -186,7 +180,7 @@ class MessageFacts(NamedTuple):
 
     Attributes:
         shadow: The name under which Celery shows the task, if it differs from the task's own name.
-        args, kwargs, queue, exchange, routing_key, priority: See :class:`KnownTask`.
+        args, kwargs, queue, exchange, routing_key, priority: See :class:`.KnownTask`.
         tolerance_ms: How many milliseconds late the task may arrive.
     """
 
@@ -215,133 +209,7 @@ class MessageFacts(NamedTuple):
         return cls(shadow, args, kwargs, *where, priority, tolerance_ms)
 
 
-@dataclass(frozen=True)
-class KnownTask:
-    """The present state of a task, from the registry and the broker; None where unknown.
-
-    Attributes:
-        task_id: The task's id.
-        state: ``waiting``, ``arrived`` (at a worker), ``cancelled``, ``superseded``, ``expired``
-            (its job was aborted or has expired), or ``noted`` (postponed, but otherwise unknown).
-        due: When the task is due, if it waits.
-        postponed: The due time that the task was postponed to.
-        sent: When the task was sent, if it is tracked and waits.
-        key: The task's key, if it waits or is superseded.
-        job: The task's job. This field and the following fields are known for waiting tracked tasks
-            only; the job and its state are known for expired tasks too.
-        job_state: ``open``, ``committed`` or ``aborted``; None if the job no longer exists.
-        task: The task's name.
-        args: The task's positional arguments as text: Celery's ``argsrepr``.
-        kwargs: The task's keyword arguments as text: Celery's ``kwargsrepr``.
-        queue: The queue that gets the task when it is due; None if the exchange routes it.
-        exchange: The exchange that gets the task when it is due.
-        routing_key: The routing key with which the exchange gets the task.
-        priority: The task's priority.
-        may_be_in: The non-empty queues, apart from ``queue``, that may hold the message of a
-            waiting task: their names in ``status``, and their message counts. For a tracked task
-            before its due time, there is one queue, or two while the message moves between queues.
-            For other tasks, there are all queues with a long enough wait. A level may hold the
-            message of an overdue task only if the message was put back.
-        missing: For a waiting task, the queues of levels and modules that the broker lacks.
-        in_queue: For an overdue task, the ``messages`` and ``consumers`` of its queue; empty if the
-            queue does not exist, None if the counts are unknown.
-        pauses: The pauses of the task's name and queue, if the task waits.
-    """
-
-    task_id: str
-    state: str
-    due: datetime | None
-    postponed: datetime | None
-    sent: datetime | None
-    key: str | None
-    job: str | None
-    job_state: str | None
-    task: str | None
-    args: str | None
-    kwargs: str | None
-    queue: str | None
-    exchange: str | None
-    routing_key: str | None
-    priority: int | None
-    may_be_in: Mapping[str, int]
-    missing: tuple[str, ...]
-    in_queue: Mapping[str, int] | None
-    pauses: tuple[Paused, ...]
-
-
-NO_BACKLOG: Final = Backlog({}, {}, {}, ())
-
-#: Reads the message counts of the levels, and the counts of the queue with the given name. The
-#: result lacks the counts of the queue if the name is None or the counts are unknown.
-Look: TypeAlias = Callable[[str | None], tuple[Backlog, Mapping[str, Counts | None]]]
-
-
-def known_task(registry: Registry, task_id: str, layout: Layout, look: Look) -> KnownTask | None:
-    """Return the state of a task; None if the registry does not know it.
-
-    Args:
-        registry: The registry.
-        task_id: The id of the task.
-        layout: The layout of the levels.
-        look: Reads the message counts of queues; called only if the task is waiting.
-
-    Raises:
-        RegistryUnavailable: Redis did not answer, or the record of the task or of its job cannot be
-            read.
-    """
-    record = record_of(registry, task_id)
-    if record is None:
-        return None
-    facts = MessageFacts.of(registry.index.messages([task_id])[0])
-    job = registry.jobs.state(record.job) if record.job else None
-    if record.state is TaskState.EXPIRED:
-        job = JobState.ABORTED  # a later job may have the same name
-    waits = record.state is TaskState.WAITING
-    in_queue: Mapping[str, int] | None = None
-    pauses, may_be_in, backlog = list[Paused](), dict[str, int](), NO_BACKLOG
-    if waits:
-        queue = facts.queue if record.runs_ms <= wall_clock.ms() else None
-        backlog, counts = look(queue)
-        if queue is not None and queue in counts:
-            found = counts[queue]
-            in_queue = {} if found is None else found._asdict()
-        pauses = [
-            each
-            for each in registry.pauses.all()
-            if (each.task or record.name) == record.name
-            and (each.queue or facts.queue) == facts.queue
-        ]
-        is_put_back = not in_queue or job is JobState.OPEN
-        places = _may_be_in(layout, record, facts.tolerance_ms, backlog, is_put_back)
-        may_be_in = {name: count for name, count in places if pauses or name != "paused"}
-    return KnownTask(
-        task_id,
-        record.state.value,
-        instant_of(record.runs_ms) if waits else None,
-        _instant(record.postponed_ms),
-        _instant(record.sent_ms),
-        record.key,
-        record.job,
-        None if job is None else job.value,
-        facts.shadow or record.name,
-        facts.args,
-        facts.kwargs,
-        facts.queue,
-        facts.exchange,
-        facts.routing_key,
-        facts.priority,
-        may_be_in,
-        backlog.missing,
-        in_queue,
-        tuple(pauses),
-    )
-
-
-def _instant(at_ms: int | None) -> datetime | None:
-    return None if at_ms is None else instant_of(at_ms)
-
-
-def _may_be_in(
+def possible_queues(
     layout: Layout, record: Record, tolerance_ms: int | None, backlog: Backlog, is_put_back: bool
 ) -> Iterator[tuple[str, int]]:
     """Yield the queues in which a message may be, and their message counts.
@@ -375,7 +243,7 @@ def _may_be_in(
         if (counts := backlog.others.get(name)) and counts.messages:
             yield name, counts.messages
     for level, digit in digits:
-        if messages := backlog.digits[level.name].get(digit):
+        if messages := backlog.digits.get(level.name, {}).get(digit):
             yield level.queue_name(digit), messages
 
 

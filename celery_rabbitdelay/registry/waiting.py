@@ -35,7 +35,8 @@ from celery_rabbitdelay.registry.application import register_sent
 from celery_rabbitdelay.registry.decision import Outcome, Registration, new_copy
 from celery_rabbitdelay.registry.holding import Holding, publish_signed
 from celery_rabbitdelay.registry.index import Filter, Pending
-from celery_rabbitdelay.registry.record import KnownTask, known_task, record_of, restored
+from celery_rabbitdelay.registry.known import KnownTask, known_task
+from celery_rabbitdelay.registry.record import record_of, restored
 from celery_rabbitdelay.registry.registry import Earlier
 from celery_rabbitdelay.registry.store import readable
 
@@ -287,7 +288,7 @@ class Waiting(Holding):
     def show(
         self, task: str | UUID | Result | None = None, *, key: str | None = None
     ) -> KnownTask | None:
-        """Return the state of one task: its due time, destination, decisions, ...
+        """Return the state of one task: its due time, destination, why it has not run, ...
 
         For a waiting task, the broker is asked where its message is.
 

@@ -23,6 +23,7 @@ from celery_rabbitdelay.command.shared import local
 from celery_rabbitdelay.exceptions import InvalidSearch, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics.reading import AWAY, why
+from celery_rabbitdelay.registry import durations
 from celery_rabbitdelay.registry.query import Term
 from celery_rabbitdelay.web import charts, shown
 from celery_rabbitdelay.web.access import Access, Shield
@@ -53,9 +54,9 @@ class Server:
         self._templates.filters.update(
             shown=shown.printable,
             quoted=shown.quoted,
-            brief=shown.brief,
-            left=shown.left,
-            soon=lambda instant: shown.left(max(instant, wall_clock.now())),
+            brief=durations.brief,
+            left=durations.left,
+            soon=lambda instant: durations.left(max(instant, wall_clock.now())),
             fullness=shown.fullness,
             number=lambda value: f"{value:,}",
             local=partial(local, zone=zone),

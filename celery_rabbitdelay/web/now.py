@@ -17,9 +17,9 @@ from celery_rabbitdelay.operations.management import management_api
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked, verify_application
 from celery_rabbitdelay.operations.workers import ARRIVALS
+from celery_rabbitdelay.registry.durations import brief
 from celery_rabbitdelay.registry.index import Kind, KindCounts
 from celery_rabbitdelay.registry.states import Due, Holds
-from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.charts import DAY, HOUR, MINUTE, aligned
 from celery_rabbitdelay.web.problems import awaited, problems
 from celery_rabbitdelay.web.site import PATIENCE, WORKERS_PERIOD, Answer, Site, is_awaited
@@ -241,7 +241,7 @@ def late_by_task(answers: Iterable[Answer]) -> dict[str, str]:
 
 
 def _brief(seconds: float) -> str:
-    return f"{seconds:g} s" if seconds < 60 else shown.brief(seconds)
+    return f"{seconds:g} s" if seconds < 60 else brief(seconds)
 
 
 def _last_hour(site: Site, taken: datetime | None, answers: Sequence[Answer]) -> dict[str, object]:

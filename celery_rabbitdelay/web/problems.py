@@ -11,10 +11,12 @@ from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations.verify import Severity, Verification, blocked
 from celery_rabbitdelay.publishing.declaration import unserved_modules
+from celery_rabbitdelay.registry.durations import brief, left
 from celery_rabbitdelay.registry.index import Kind
+from celery_rabbitdelay.registry.known import are_returning
 from celery_rabbitdelay.registry.query import Term
 from celery_rabbitdelay.registry.states import Due
-from celery_rabbitdelay.web import shown
+from celery_rabbitdelay.web.shown import MOST_IN_ADDRESS
 from celery_rabbitdelay.web.site import Answer, Glance, is_awaited
 
 #: Seconds of lateness from which a probe is a problem.
@@ -72,10 +74,12 @@ def problems(
         reasons: The reasons of the undeliverable messages that were read.
     """
     named = {kind.queue for kind in due.overdue}
+    others = {} if queues.value is None else queues.value.status.backlog.others
+    returning = "; held tasks are returning" if are_returning(due.paused, others) else ""
     all_of_them = [
         *_of_servers(queues, registry_error, reasons),
         *_of_workers(queues, workers, {each: unserved[each] for each in unserved.keys() - named}),
-        *_of_tasks(due, unserved, _returning(queues, due)),
+        *_of_tasks(due, unserved, returning),
         *_of_findings(found),
     ]
     return sorted(all_of_them, key=lambda each: get_args(Severity).index(each.severity))
@@ -84,7 +88,7 @@ def problems(
 def awaited(words: str, reading: Reading[Any], period: float, page: str) -> Iterator[Problem]:
     """Yield the note that a reading is being taken, with the age of the old one."""
     if is_awaited(reading, period):
-        age = "" if reading.taken is None else f"; the last answer came {shown.left(reading.taken)}"
+        age = "" if reading.taken is None else f"; the last answer came {left(reading.taken)}"
         yield Problem("note", f"{words}{age}", page=page, shape="waiting")
 
 
@@ -92,7 +96,7 @@ def _of_servers(
     queues: Reading[Glance], registry_error: str | None, reasons: Counter[str]
 ) -> Iterator[Problem]:
     if queues.error is not None:
-        since = "" if queues.taken is None else f"; the figures are from {shown.left(queues.taken)}"
+        since = "" if queues.taken is None else f"; the figures are from {left(queues.taken)}"
         yield Problem("danger", f"The broker cannot be reached{since}", queues.error)
     if registry_error is not None:
         yield Problem("danger", "Redis cannot be reached", registry_error)
@@ -145,15 +149,8 @@ def _of_probes(answers: Iterable[Mapping[str, Any]]) -> Iterator[Problem]:
     }
     if late:
         level, seconds = max(late.items(), key=lambda each: each[1])
-        words = f"A probe is missing or late by {shown.brief(seconds)} in level"
+        words = f"A probe is missing or late by {brief(seconds)} in level"
         yield Problem("danger", words, level, page="levels")
-
-
-def _returning(queues: Reading[Glance], due: Due) -> str:
-    """Return the cause if held tasks return to their queues: nothing is paused any more."""
-    others = {} if queues.value is None else queues.value.status.backlog.others
-    held = None if due.paused else others.get("paused")
-    return "; held tasks are returning" if held is not None and held.messages else ""
 
 
 def _of_tasks(due: Due, unserved: Mapping[str, bool], returning: str) -> Iterator[Problem]:
@@ -164,16 +161,16 @@ def _of_tasks(due: Due, unserved: Mapping[str, bool], returning: str) -> Iterato
             yield _overdue(due, kinds, f"{cause}{queue}" if cause else returning)
     for each, counts in due.paused.items():
         what = f"task {each.task}" if each.task is not None else f"queue {each.queue}"
-        ends = "" if each.until is None else f", resumes {shown.left(each.until)}"
+        ends = "" if each.until is None else f", resumes {left(each.until)}"
         words = f"Paused, {things(counts.total(), 'task')} held:"
-        rest = f" (since {shown.left(each.since)}{ends})"
+        rest = f" (since {left(each.since)}{ends})"
         severity: Severity = "warning" if counts.total() else "note"
         yield Problem(severity, words, what, rest, "pauses", shape="held")
     if due.jobs:
         jobs = Counter({job: kinds.total() for job, kinds in due.jobs.items()})
         words = f"{things(jobs.total(), 'task')} held until commit of job"
         about, page, fields = _named(jobs, "job"), "jobs", ""
-        if len(jobs) == 1 and len(about) <= shown.MOST_IN_ADDRESS:
+        if len(jobs) == 1 and len(about) <= MOST_IN_ADDRESS:
             page, fields = "jobs/one", urlencode({"name": about}, errors="surrogatepass")
         yield Problem("note", words, about, "", page, fields, "job-open")
 
@@ -183,10 +180,10 @@ def _overdue(due: Due, kinds: Set[Kind], cause: str) -> Problem:
     names, firsts = Counter[str](), [due.firsts[each] for each in kinds if each in due.firsts]
     for each in kinds:
         names[each.task] += due.overdue[each]
-    since = f"; the first was due {shown.left(min(firsts))}" if firsts else ""
+    since = f"; the first was due {left(min(firsts))}" if firsts else ""
     terms = " ".join(["state:overdue", *(str(Term.of("task", each)) for each in names)])
     fields = urlencode({"q": terms}, errors="surrogatepass")
-    fields = fields if len(fields) <= shown.MOST_IN_ADDRESS else "q=state:overdue"
+    fields = fields if len(fields) <= MOST_IN_ADDRESS else "q=state:overdue"
     words = things(names.total(), "task overdue:", "tasks overdue:")
     about = f"{_named(names, 'task name')}{cause}"
     return Problem("danger", words, about, since, "waiting", fields)

@@ -1,4 +1,4 @@
-"""Format untrusted texts, instants and lengths of time for pages and JSON."""
+"""Format untrusted texts and other values for pages and JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from datetime import datetime, timedelta
 from fractions import Fraction
 from typing import Final
 from urllib.parse import quote
-
-from celery_rabbitdelay.levels import wall_clock
 
 #: The most characters of a text on a page, and in JSON; longer texts are cut.
 MOST_SHOWN, MOST_TOLD = 200, 10_000
@@ -37,24 +35,6 @@ def printable(value: object, most: int = MOST_SHOWN) -> str:
 def quoted(text: str) -> str:
     """Quote a text for an address, including lone surrogates."""
     return quote(text, safe="", errors="surrogatepass")
-
-
-def left(instant: datetime) -> str:
-    """Format the time until or since an instant: ``in 2 h 5 min``, ``3 s ago``, ``now``."""
-    seconds = round((instant - wall_clock.now()).total_seconds())
-    if not seconds:
-        return "now"
-    return f"in {brief(seconds)}" if seconds > 0 else f"{brief(-seconds)} ago"
-
-
-def brief(seconds: float) -> str:
-    """Format a length of time in its two largest units, without a zero: ``2 h 5 min``, ``3 d``."""
-    rest, words = round(seconds), list[str]()
-    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
-        number, rest = divmod(rest, length)
-        if number or words:
-            words.append(f"{number:,} {unit}")
-    return " ".join(each for each in words[:2] if not each.startswith("0 ")) or "0 s"
 
 
 def fullness(messages: int) -> int:

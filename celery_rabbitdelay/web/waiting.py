@@ -8,6 +8,7 @@ from typing import Final
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.registry.index import Pending
+from celery_rabbitdelay.registry.known import ENDED
 from celery_rabbitdelay.registry.pauses import LATEST_MS
 from celery_rabbitdelay.registry.query import NAMES, Term, completions
 from celery_rabbitdelay.registry.record import record_of
@@ -16,7 +17,6 @@ from celery_rabbitdelay.registry.states import STATES
 from celery_rabbitdelay.web.search import Counts, PagedSearch
 from celery_rabbitdelay.web.shown import MOST_IN_ADDRESS
 from celery_rabbitdelay.web.site import STATUS_PERIOD, counted
-from celery_rabbitdelay.web.task import ENDED
 from celery_rabbitdelay.web.view_request import Fields, ViewRequest, Wrong
 
 #: The default number of tasks on a page, and the most.

@@ -71,10 +71,14 @@ def test_show_tells_what_is_known_of_one_task(shop: Any) -> None:
     assert first == f"{task_id}: waiting"
     facts = dict(line.strip().split(maxsplit=1) for line in lines)
     assert (facts["task"], facts["arguments"], facts["key"]) == ("look", "(7,) {}", key)
+    assert facts["why"] == "No worker consumes its queue now."
     assert (data["task_id"], data["args"]) == (task_id, "(7,)")
-    assert answer(shop, f"show {task_id}", "show") == {"tasks": {task_id: data}}
+    due, unserved = data.pop("why")
+    assert (due[:7], unserved) == ("Due in ", facts["why"])
     both = answer(shop, f"show {task_id} unheard-of", "show", status=1)["tasks"]
-    assert both == {task_id: data, "unheard-of": None}
+    assert both.pop("unheard-of") is None
+    assert both[task_id].pop("why")[1] == unserved
+    assert both == {task_id: data}
     told = invoke(shop, f"show unheard-of {task_id}").stdout.splitlines()
     assert told[:2] == ["unheard-of: unknown", first]
 
@@ -94,29 +98,29 @@ def test_show_tells_how_late_a_task_is_and_that_it_may_be_undeliverable(
     assert "  overdue by 0:0" in invoke(shop, "pending").stdout
     facts = shown(shop, task_id)
     assert facts["may be in"] == "undeliverable (1)"
-    queue = shop.conf.task_default_queue
-    wait_for(
-        lambda: shown(shop, task_id)["queue"] == f"{queue} (1 message, no consumers)",
-        "the task in its queue",
-        PATIENCE,
+    assert facts["queue"] == shop.conf.task_default_queue
+    why = (
+        "The task is due, but no worker consumes its queue. Messages in the queue: 1. "
+        "The option -Q of celery worker names a worker's queues."
     )
+    wait_for(lambda: shown(shop, task_id)["why"] == why, "the task in its queue", PATIENCE)
 
 
 def test_show_tells_that_the_queue_of_an_overdue_task_does_not_exist(
     shop: Any, connection: Connection
 ) -> None:
-    task_id, queue = send(shop, 2), shop.conf.task_default_queue
+    task_id = send(shop, 2)
     channel: Any = connection.default_channel
-    channel.queue_delete(queue)
+    channel.queue_delete(shop.conf.task_default_queue)
 
     def is_gone() -> bool:
-        return shown(shop, task_id)["queue"] == f"{queue} (does not exist)"
+        return "due, but its queue does not exist" in shown(shop, task_id)["why"]
 
     wait_for(is_gone, "the task to be overdue", PATIENCE)
     assert answer(shop, f"show {task_id}", "show")["tasks"][task_id]["in_queue"] == {}
 
 
-def test_show_names_the_pauses_of_a_task_and_the_paused_tasks_only_if_it_is_paused(
+def test_show_says_how_long_a_task_is_paused_and_that_held_tasks_return(
     shop: Any, connection: Connection
 ) -> None:
     task_id = send(shop, 0.1)
@@ -125,11 +129,15 @@ def test_show_names_the_pauses_of_a_task_and_the_paused_tasks_only_if_it_is_paus
     wait_until_waiting(connection, paused, 1)
     wait_for(lambda: "overdue by" in shown(shop, task_id)["due"], "the task", PATIENCE)
     facts = shown(shop, task_id)
-    assert (facts.get("paused"), facts.get("may be in")) == (None, None)
-    shop.rabbitdelay.pause(task="look")
+    assert "Held tasks are returning to their queues" in facts["why"]
+    assert facts["may be in"] == "paused (1)"
     shop.rabbitdelay.pause(task="note")
     facts = shown(shop, task_id)
-    assert facts["paused"].startswith("task look, since ")
+    assert "returning" not in facts["why"]
+    assert facts.get("may be in") is None
+    shop.rabbitdelay.pause(task="look")
+    facts = shown(shop, task_id)
+    assert facts["why"].startswith("All tasks of this name have been paused for ")
     assert facts["may be in"] == "paused (1)"
     (pause,) = answer(shop, f"show {task_id}", "show")["tasks"][task_id]["pauses"]
     assert (pause["task"], pause["queue"]) == ("look", None)
@@ -138,7 +146,7 @@ def test_show_names_the_pauses_of_a_task_and_the_paused_tasks_only_if_it_is_paus
 
 
 def shown(shop: Any, task_id: str) -> dict[str, str]:
-    """Return the facts that ``show`` prints about a task."""
+    """Return the facts that ``show`` prints about a task, with the last of its reasons."""
     lines = invoke(shop, f"show {task_id}").stdout.splitlines()[1:]
     return dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines)
 

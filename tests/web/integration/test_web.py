@@ -608,7 +608,7 @@ def test_a_search_that_goes_on_counts_what_it_has_found_and_names_itself_in_its_
 
 
 def why_not(browser: Browser, task_id: str) -> list[str]:
-    told = browser.json("/waiting/task", id=task_id)["why_not_run"]
+    told = browser.json("/waiting/task", id=task_id)["task"]["why"]
     return [str(each["words"]) for each in told]
 
 
@@ -646,7 +646,7 @@ def test_the_story_of_a_task_says_where_it_is_and_why_it_has_not_run(shop: Any) 
     assert why_not(browser, of_job) == ["The task was cancelled and will not run."]
     [(copy, due)] = delays.registry.index.fields([arrived], "copy", "due")
     delays.registry.decide([Arrival(arrived, int(due), copy=copy, job=job)])
-    [told] = browser.json("/waiting/task", id=arrived)["why_not_run"]
+    [told] = browser.json("/waiting/task", id=arrived)["task"]["why"]
     assert (told["words"][:19], told["page"]) == ("Its job was aborted", "jobs/one")
     page = browser.get(f"/waiting/task?id={arrived}").text
     assert f"{job}, aborted" in read(page).text
@@ -663,19 +663,19 @@ def test_the_story_of_an_overdue_task_says_what_has_to_happen_before_it_runs(
 
     def story(task_id: str = task_id) -> tuple[str, str]:
         told = Browser(application(shop)).json("/waiting/task", id=task_id)
-        return told["why_not_run"][0]["words"], told["history"][-1]["words"]
+        return told["task"]["why"][0]["words"], told["history"][-1]["words"]
 
-    consumes = "A worker that consumes its queue runs it"
-    wait_for(lambda: story()[1] == consumes, "the task to be overdue", PATIENCE)
-    assert "no worker consumes its queue" in story()[0]
+    unserved = "The task is due, but no worker consumes its queue."
+    wait_for(lambda: story()[0].startswith(unserved), "the task to be overdue", PATIENCE)
+    assert story()[1] == "A worker that consumes its queue runs it"
     words, ahead = story(routed)
-    assert "Its exchange routes it, and no worker serves distribution" in words
+    assert "no worker serves distribution, which publishes it to its exchange" in words
     assert ahead == "A worker that serves distribution publishes it to its exchange"
     channel: Any = connection.default_channel
     channel.queue_delete(queue)
     words, ahead = story()
     assert "its queue does not exist: no worker serves distribution" in words
-    assert ahead.endswith("publishes it to the queue once the queue exists")
+    assert ahead == "Distribution publishes it to the queue once the queue exists"
     declare_destination(connection, shop.rabbitdelay.topology, shop.amqp.queues[queue])
 
 
@@ -776,7 +776,9 @@ def test_a_task_whose_message_was_lost_is_sent_again_by_run_now(
     wait_for(lambda: count(connection, queue) == 2, "the messages", PATIENCE)
     channel: Any = connection.default_channel
     channel.queue_purge(queue)
-    assert "'Run now' sends a new message" in why_not(browser, lost)[0]
+    assert "Running it now (postpone --delay 0) sends a new message" in why_not(browser, lost)[0]
+    ahead = browser.json("/waiting/task", id=lost)["history"][-1]["words"]
+    assert ahead == "'Run now' sends it again"
     assert browser.post("/waiting/run-now", id=[lost]).status_code == 303
     wait_for(lambda: count(connection, queue) == 1, "the message", PATIENCE)
     assert "Postponed" not in read(browser.get(f"/waiting/task?id={lost}").text).text
