@@ -1,7 +1,8 @@
 """Lay out charts without scripts: positions of bars, lines and labels, in percent of the plot.
 
-``charts.html`` draws them as SVG. Percentages keep the text unscaled at any width. Colours are
-classes of ``style.css``, because the page's content security policy forbids style attributes.
+``charts.html`` draws them as SVG. Positions in percent fit any width and do not scale the text.
+Colors are classes of ``style.css``, because the page's content security policy forbids style
+attributes.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Plot(NamedTuple):
     """A plot.
 
     Attributes:
-        columns: One per time step.
+        columns: One column per time step.
         bars: The bars that are not empty.
         path: The line, as the data of an SVG path in a square of 100 by 100.
         scale: The gridlines and their labels, the base first.
@@ -158,14 +159,14 @@ def scale(most: float, *, whole: bool = True) -> list[float]:
 
 
 def number_labels(grid: Sequence[float], unit: str = "") -> list[str]:
-    """Format the numbers of an axis, all with the prefix of the last: 1,200; 0, 5k, 10k; 0.5 s."""
+    """Format the numbers of an axis, with one prefix for all: ``0``, ``5k``, ``10k``."""
     sizes = () if unit else ((1e9, "G"), (1e6, "M"), (1e3, "k"))
     size, letter = next((each for each in sizes if grid[-1] >= max(each[0], 1e4)), (1, ""))
     return [f"{each / size:,g}{letter if each else ''} {unit}".strip() for each in grid]
 
 
 def aligned(start: datetime, end: datetime, step: timedelta, zone: tzinfo) -> list[datetime]:
-    """Return evenly spaced instants of a clock or calendar that enclose a span of time.
+    """Return evenly spaced instants that enclose a span of time, such as every full hour.
 
     Args:
         start: The start of the span.
@@ -175,7 +176,7 @@ def aligned(start: datetime, end: datetime, step: timedelta, zone: tzinfo) -> li
     """
     local = start.astimezone(zone)
     at = local.replace(minute=0, second=0, microsecond=0)
-    if step < HOUR:  # minutes pass evenly also when the clock changes; hours follow the clock
+    if step < HOUR:  # clock changes do not shift full minutes; hours follow the clock
         local, at = local.astimezone(UTC), at.astimezone(UTC)
     else:
         at = at.replace(hour=0, fold=0) - (local.weekday() * DAY if step > 2 * DAY else 0 * DAY)

@@ -44,10 +44,10 @@ _TERM: Final = re.compile(r'(?:\\.?|"(?:\\.|[^"\\])*(?:"|\\?\Z)|[^\s"\\])+', re.
 _NAMED: Final = re.compile(r"([A-Za-z]+):(.*)", re.DOTALL)
 _CHARACTER: Final = re.compile(r"\\u\{(10[0-9a-f]{4}|[0-9a-f]{1,5})\}|\\(.)|([^\\])", re.DOTALL)
 
-#: Any place that is not within a number.
+#: Any position except one between two digits.
 _EDGE: Final = r"(?:(?<!\d)|(?!\d))"
 
-#: The days that have a name.
+#: The days that have names, with their distance from today in days.
 _DAYS: Final = {"yesterday": -1, "today": 0, "tomorrow": 1}
 
 _MINUTE, _DAY = timedelta(minutes=1), timedelta(days=1)
@@ -144,7 +144,7 @@ class Query(NamedTuple):
 
     @property
     def pasted(self) -> str:
-        """The text of a search for one text without a field or wildcard; empty for others."""
+        """The text, if the search is one text without a term's name or a wildcard; else empty."""
         name, parts = self.terms[0] if len(self.terms) == 1 else ("", ("",))
         text = f"{name}:{parts[0]}" if name else parts[0]
         return "" if name in NAMES or len(parts) > 1 else text
@@ -158,7 +158,7 @@ class Query(NamedTuple):
         states = {"*".join(each.parts): each for each in self.named("state")}
         for wrong in states.keys() - {*STATES}:
             raise Wrong(str(states[wrong]), NAMES["state"])
-        # A task of an open job is also held.
+        # A search for held tasks includes the tasks of open jobs.
         return {*states, *(("job-open",) if "held" in states else ())}
 
     def span(self, name: str, now: datetime, zone: tzinfo) -> Span:
@@ -253,7 +253,7 @@ def filter_of(query: Query, context: Context) -> Filter:
         arguments = context.arguments and context.arguments(task.task, message)
         texts = [(each or "").lower() for each in (task.key, arguments)]
         return all(
-            # An id must begin with the word: random ids contain any short text somewhere.
+            # A word matches only the beginning of an id: random ids contain many short texts.
             begins.match(task.task_id.lower()) or any(map(has.match, texts))
             for begins, has in words
         )
@@ -312,7 +312,7 @@ def _escaped(character: str) -> str:
 
 
 def _matcher(query: Query, name: str) -> Callable[[Pending | Kind], bool]:
-    """Return a predicate: a task or a kind matches a term of a name, or no term has the name."""
+    """Return a predicate: a task or kind matches a term of this name, or no term has the name."""
     patterns = [_pattern(each.parts) for each in query.named(name)]
     text_of = attrgetter("task_id" if name == "id" else name)
     return lambda each: not patterns or any(one.fullmatch(text_of(each) or "") for one in patterns)
@@ -323,13 +323,14 @@ def _pattern(parts: Sequence[str], is_word: bool = False) -> re.Pattern[str]:
 
     Args:
         parts: The parts.
-        is_word: Whether the first part is empty, and a number does not match within another one.
+        is_word: Whether the parts are a word: the first part is empty, and a number matches only
+            whole numbers.
     """
     first, *others = map(re.escape, parts)
     if is_word and "".join(parts).isdecimal():
         others[0] = _EDGE + others[0]
         others[-1] += _EDGE
-    # Of a part in the middle, only the first place counts: a search cannot make matching slow.
+    # A part in the middle matches only its first occurrence, so that no search is slow.
     between = [f"(?>.*?{each})" for each in others[:-1]]
     return re.compile("".join([first, *between, *(f".*{each}" for each in others[-1:])]), re.DOTALL)
 

@@ -20,14 +20,15 @@ from celery_rabbitdelay.web.query import Context, Query, Span, Term, filter_of, 
 from celery_rabbitdelay.web.states import Holds
 from celery_rabbitdelay.web.view_request import ViewRequest
 
-#: The most records that a page of a search reads if no index holds exactly the matching tasks; and
-#: the most if it reads arguments, too.
+#: The most records that one page of a search reads if no index contains exactly the matching tasks:
+#: without arguments, and with them.
 MOST_READ, MOST_READ_WHOLE = 1_000, 500
 
 #: How many of the newest jobs are counted beside a search.
 COUNTED_JOBS: Final = 8
 
-#: The spans that due tasks are counted for beside a search: the term's value, and milliseconds.
+#: The spans for which tasks are counted by due time: the value of the term ``due``, and its length
+#: in milliseconds.
 SOON: Final = {"<1h": 3_600_000, "<1d": 86_400_000, "<7d": 604_800_000}
 
 #: The counts of matching tasks per value, by the name of the term: task, queue, state and so on.
@@ -39,7 +40,7 @@ class Found(NamedTuple):
 
     Attributes:
         tasks: The tasks, the next one first.
-        next: The task that the next page follows: its due time, in milliseconds since 1970-01-01
+        next: The last task before the next page: its due time, in milliseconds since 1970-01-01
             UTC, and its id. None on the last page. A page with ``next`` may have fewer tasks than
             wanted, or none, because a page reads a limited number of records.
     """
@@ -81,7 +82,8 @@ class Search:
 
         Args:
             request: The request.
-            now: The present; an action that was confirmed before passes the instant of its count.
+            now: The present. A confirmed action passes the instant at which the page counted its
+                tasks.
 
         Raises:
             HTTPException: The search is invalid, or there is no registry.
@@ -113,7 +115,10 @@ class Search:
 
     @property
     def cancelled(self) -> int:
-        """How many tasks of the search's kinds are cancelled and not due yet; 0 with id or key."""
+        """How many tasks of the search's kinds are cancelled and not due yet.
+
+        0 if the search has an id or a key.
+        """
         names_tasks = self.query.named("id") or self.query.named("key")
         kinds = () if names_tasks else kinds_of(self.query, self.context)
         return sum(each.cancelled for each in self.summary.kinds if each.kind in kinds)
@@ -140,7 +145,7 @@ class Search:
         return Found(tasks, last if read >= most_read else None)
 
     def counted(self) -> tuple[Found | None, int, bool]:
-        """Count the matching tasks: return the records read, the count, and if there may be more.
+        """Return the tasks read, if any, the count of matching tasks, and if there may be more.
 
         Raises:
             RegistryUnavailable: Redis does not answer.
@@ -196,12 +201,12 @@ class Search:
 
 
 def _exact(registry: Registry, query: Query) -> Query:
-    """Return a search for one text, such as a pasted id, as one for the id or the key if known."""
+    """Turn a search for one text, such as a pasted id, into one for that id or key, if known."""
     if not (text := query.pasted):
         return query
     if record_of(registry, text):
         return Query((Term.of("id", text),))
-    # If no task waits under a word as its key, it may still be a part of other keys.
+    # A word that is not the key of a waiting task may be a part of other keys.
     ids = registry.waiting_under(text)
     is_key = ids and (":" in text or registry.index.tasks(ids))
     return Query((Term.of("key", text),)) if is_key else query

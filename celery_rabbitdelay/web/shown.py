@@ -58,7 +58,7 @@ def brief(seconds: float) -> str:
 
 
 def fullness(messages: int) -> int:
-    """Return the shade of a digit's cell, from 0 (empty) to 9 (a hundred million or more)."""
+    """Return the shade of a digit queue's cell, from 0 (empty) to 9 (100 million or more)."""
     return min(len(str(messages)), 9) if messages else 0
 
 
@@ -89,5 +89,5 @@ def plain(value: object) -> object:
 
 
 def quoted_path(path: str) -> str:
-    """Quote a path for an address; ``//`` cannot name another server."""
+    """Quote a path for an address; also quote ``//``, which could name another server."""
     return quote(path, errors="surrogatepass").replace("//", "/%2F")

@@ -23,10 +23,10 @@ STATES: Final = ("waiting", "held", "overdue", "job-open")
 #: How long a due task may travel to a worker and still count as on time.
 ON_ITS_WAY: Final = timedelta(seconds=5)
 
-#: Seconds between two counts of the kinds.
+#: Seconds between two counts of the waiting tasks by kind.
 COUNTED_PERIOD: Final = 5.0
 
-#: The most due tasks of open jobs that are read; beyond, the counts per kind are estimated.
+#: The most due tasks of open jobs that are read; if there are more, the counts are estimates.
 MOST_OF_JOBS: Final = 1_000
 
 

@@ -1,4 +1,4 @@
-"""The page Workers: the workers' activity, and differences of their versions and settings."""
+"""The page Workers: the workers' activity, and differences between their versions and settings."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _of(value: object, kind: type, otherwise: object) -> Any:
 
 
 def unserved(site: Site) -> Mapping[str, bool]:
-    """Return the queues that tracked tasks wait for and no worker consumes, and whether they exist.
+    """Return the queues that tracked tasks wait for and no worker consumes; whether each exists.
 
     Empty if unknown.
     """
