@@ -31,16 +31,18 @@ BEGINS = re.compile(r"[A-Z0-9`*\"(\[:]")
 
 
 def prose(page: Path) -> str:
-    """Return the text of a page without code, tables, headings and directives."""
+    """Return the text of a page without code, tables, headings, directives and quotation marks."""
     text = re.sub(r"^(`{3,}).*?^\1", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^ *> ?", "", text, flags=re.MULTILINE)
     kept = [line for line in text.splitlines() if not re.match(r"\s*[|#<:]", line)]
     return "\n".join(kept)
 
 
 def sentences(text: str) -> list[str]:
     """Split paragraphs into sentences of four words at least."""
-    items = r"\n\s*\n|(?:^|\n)\s*(?:[-*]|\d+\.) +|(?:^|\n)\w+:\n|\n {4}\S+: "
-    found = [each for one in re.split(items, text) for each in split(" ".join(one.split()))]
+    starts = r"\n\s*\n|^\s*(?:[-*]|\d+\.) +|^\w+:$|^ {4}\S+: "  # of paragraphs, items, sections
+    paragraphs = re.split(starts, text, flags=re.MULTILINE)
+    found = [each for one in paragraphs for each in split(" ".join(one.split()))]
     return [each for each in found if BEGINS.match(each) and len(each.split()) > 3]
 
 

@@ -1,6 +1,8 @@
 """The sampler of sentences takes whole sentences from the documentation and from docstrings."""
 
-from tests.sentences import sentences
+from pathlib import Path
+
+from tests.sentences import prose, sentences
 
 
 def test_a_code_span_is_never_split() -> None:
@@ -44,3 +46,16 @@ def test_a_name_with_a_dot_and_an_abbreviation_do_not_end_a_sentence() -> None:
 def test_what_is_not_a_whole_sentence_is_left_out() -> None:
     text = "lower case begins this one. It is left out. The list has two items:\n\n- one"
     assert sentences(text) == ["It is left out."]
+
+
+def test_a_block_quote_loses_its_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n> Celery ignores the option\n> `delay` without an error.\n")
+    assert sentences(prose(page)) == ["Celery ignores the option `delay` without an error."]
+
+
+def test_a_section_of_a_docstring_begins_a_sentence() -> None:
+    text = (
+        "Return a job.\n\nArgs:\n    name: The name of the job.\n\nReturns:\n    The state of it."
+    )
+    assert sentences(text) == ["The name of the job.", "The state of it."]
