@@ -87,7 +87,7 @@ class Delays:
         """All configured settings, read on first use; :meth:`reset` reads them again.
 
         Raises:
-            InvalidSetting: A setting is wrong.
+            InvalidSetting: A setting is invalid.
         """
         return read_settings(self.app.conf, getattr(self.app, "namespace", None))
 
@@ -96,7 +96,7 @@ class Delays:
         """The kernel's settings.
 
         Raises:
-            InvalidSetting: A setting of the kernel, or of an addition, is wrong.
+            InvalidSetting: A setting of the kernel, or of an addition, is invalid.
         """
         return self.settings_of(Settings)
 
@@ -107,7 +107,7 @@ class Delays:
             group: The class of the settings.
 
         Raises:
-            InvalidSetting: A setting of the kernel, or of an addition, is wrong.
+            InvalidSetting: A setting of the kernel, or of an addition, is invalid.
         """
         read = self.groups.get(group) or group()
         assert isinstance(read, group)

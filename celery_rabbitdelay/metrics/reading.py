@@ -90,7 +90,7 @@ class Readings(Generic[_T]):
             return self.ended(patience) if waits else self._reading or Reading()
 
     def ended(self, patience: float | None) -> Reading[_T]:
-        """Return the latest reading, after the end of a query that runs or has to follow.
+        """Wait for the end of the running or required query; return the latest reading.
 
         Args:
             patience: The longest wait of this caller, in seconds; None for no limit.
@@ -129,7 +129,7 @@ class Readings(Generic[_T]):
             if before.error is None:
                 logger.warning("rabbitdelay metrics: cannot query a server: %s", reading.error)
         except Exception:
-            logger.exception("rabbitdelay metrics: the query of a server failed unexpectedly")
+            logger.exception("rabbitdelay metrics: unexpected error while querying a server")
             reading = before._replace(error="an unexpected error: see the log")
         return reading
 

@@ -45,7 +45,7 @@ class MissingExchanges:
     Attributes:
         ask: Asks the broker whether an exchange exists.
         always: Exchanges that always exist; the broker is not asked about these.
-        clock: Returns seconds, as :func:`time.monotonic`.
+        clock: Returns the time in seconds, like :func:`time.monotonic`.
     """
 
     ask: Callable[[str], bool]

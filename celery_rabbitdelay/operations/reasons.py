@@ -63,7 +63,7 @@ def examine(
 ) -> Undeliverable:
     """Return the task of a message in ``undeliverable``, and why the message is there.
 
-    Invalid headers raise nothing: a stranger may have published the message.
+    Invalid headers raise no error, because any client may have published the message.
 
     Args:
         headers: The message's headers, as the broker returns them.

@@ -143,7 +143,7 @@ class Contents:
         queues = _texts(found.queue, key if exchange == "" else None)
         content_type = message.properties.get("content_type")
         if content_type == ENVELOPE and later_version(headers, content_type) is None:
-            with suppress(Exception):  # a stranger may have written it
+            with suppress(Exception):  # any client may have written it
                 envelope = OpenedEnvelope(message.body)
                 inner = [{**envelope.headers, **item.headers} for item in envelope]
                 tasks, ids = (
@@ -259,7 +259,7 @@ def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
     """Return a message's entry in a list of messages.
 
     Args:
-        number: The message's place in the queue, from 1.
+        number: The message's position in the queue, from 1.
         message: The message.
     """
     found, redriven = message.found, message.headers.get(header_names.REDRIVEN)
@@ -280,7 +280,7 @@ def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
     headers, as AMQP 0-9-1 encodes them (2.3.5.2 and 4.2.6.1), in base64.
 
     Args:
-        number: The message's place in the queue, from 1.
+        number: The message's position in the queue, from 1.
         message: The message.
     """
     return {

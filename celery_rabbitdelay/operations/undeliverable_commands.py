@@ -105,7 +105,7 @@ def list_messages(most: int | None, wanted: read.UndeliverableFilter) -> None:
 
 
 def _messages() -> Iterator[tuple[int, read.UndeliverableMessage]]:
-    """Yield all messages with their places in the queue, from 1."""
+    """Yield all messages with their positions in the queue, from 1."""
     with shared.broker() as connection:
         messages = read.undeliverable_messages(connection, shared.delays().topology)
         yield from enumerate(messages, start=1)

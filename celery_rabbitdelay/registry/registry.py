@@ -399,7 +399,7 @@ class Registry:
 
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
-        """Hold the lock of a name while a block runs.
+        """Hold the lock with this name while a block runs.
 
         The lock expires: if its holder dies or takes too long, the next caller proceeds.
         """

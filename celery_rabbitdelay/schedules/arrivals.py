@@ -183,7 +183,7 @@ class Arrivals(BatchThread[_Came]):
         try:
             self._note(fates)
         except RegistryUnavailable as error:
-            logger.warning("rabbitdelay schedules: cannot store occurrence fates: %s", error)
+            logger.warning("rabbitdelay schedules: cannot store fates of occurrences: %s", error)
         for came, fate in fates:
             if fate is not None:
                 self._go_on(came, fate)
