@@ -160,7 +160,7 @@ class Template:
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
         sizes, self._repr_depth = celery_internals.repr_limits(first.amqp.app)
         named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
-        # If the caller has given one of these texts, all messages share it.
+        # If the caller has given one of these strings, all messages share it.
         self._reprs = {name: size for name, size in named if not options.get(name)}
         own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS}
         own.update(self._reprs, call.headers, {"root_id"} if self._has_root else ())

@@ -227,7 +227,7 @@ _MODULES: Final = SettingType(
 )
 
 _SIGNING_KEY: Final = SettingType(
-    f"a text of at least {MIN_KEY_BYTES} bytes, or a list of such texts, of which the first "
+    f"a string of at least {MIN_KEY_BYTES} bytes, or a list of such strings, of which the first "
     "signs: python -c 'import secrets; print(secrets.token_hex(32))' generates a key",
     _is_signing_key,
     hidden,

@@ -112,11 +112,11 @@ def _printable(text: str | None) -> str | None:
 
 
 def _text(headers: Mapping[str, object], name: str, problems: dict[str, str]) -> str | None:
-    """Return a header's text; None if it is missing or not a text."""
+    """Return a header's text; None if it is missing or not a string."""
     value = headers.get(name)
     if value is None or isinstance(value, str):
         return value or None
-    problems[name] = f"its header {name} is {shortened(value)}, not a text"
+    problems[name] = f"its header {name} is {shortened(value)}, not a string"
     return None
 
 

@@ -275,7 +275,7 @@ def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
 def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
     """Return a whole message in values of JSON.
 
-    ``headers`` and ``properties`` are in readable form: bytes and instants are texts there. A
+    ``headers`` and ``properties`` are in readable form: bytes and instants are strings there. A
     program can restore the message from its body and ``amqp_properties``: all properties, including
     headers, as AMQP 0-9-1 encodes them (2.3.5.2 and 4.2.6.1), in base64.
 
@@ -332,7 +332,7 @@ class RemovalReport(Moved):
         examined: The number of messages that were read.
         matched: How many of the read messages were chosen; ``left`` counts the messages that stay.
         stopped: The reason for ending before the last message; None at a regular end. If another
-            thread sets a text, the removal ends before the next message.
+            thread sets a reason, the removal ends before the next message.
     """
 
     present: int = 0

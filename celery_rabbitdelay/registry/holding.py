@@ -146,7 +146,7 @@ class Holding:
 
         Raises:
             InvalidDelay: ``until`` is a naive datetime.
-            TypeError: Not exactly one of ``task`` and ``queue`` is given, or it is not a text.
+            TypeError: Not exactly one of ``task`` and ``queue`` is given, or it is not a string.
         """
         until_ms = None if until is None else milliseconds_of(until)
         return self.registry.pauses.pause(*_one(task, queue), until_ms)

@@ -365,7 +365,7 @@ class Registry:
         return [task_id] if order else []
 
     def newest_under(self, key: str) -> tuple[str, str]:
-        """Return the order and the id of the newest task under a key, or two empty texts."""
+        """Return the order and the id of the newest task under a key, or two empty strings."""
         (found,) = self.store.commands(lambda pipeline: pipeline.get(self.names.of("key", key)))
         order, _, task_id = (found or "").partition(" ")
         return order, task_id

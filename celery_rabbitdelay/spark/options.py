@@ -28,7 +28,7 @@ class Option(NamedTuple):
 
     Attributes:
         takes: The values in words, for errors.
-        read: Parses a text, or raises :class:`ValueError`.
+        read: Parses a string, or raises :class:`ValueError`.
         only_with: The value of ``what``, or the protocol, that the option requires; empty if none.
     """
 

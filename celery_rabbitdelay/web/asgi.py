@@ -189,6 +189,6 @@ def _is_api(request: Request) -> bool:
 def _json(
     content: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    # ASCII: a text may contain half of a surrogate pair.
+    # ASCII: a string may contain half of a surrogate pair.
     text = json.dumps(shown.plain(content))
     return Response(text, status, headers, media_type="application/json")

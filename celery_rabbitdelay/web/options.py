@@ -113,7 +113,7 @@ class Options:
         _check(callable(self.mask or bool), "mask", "takes a function of a task's name and a text")
         _check(self.loopback_role in get_args(Role), "loopback_role", _ROLES)
         for name in ("proxies", "operators", "hosts"):
-            _check(not isinstance(getattr(self, name), str), name, "takes a list of texts")
+            _check(not isinstance(getattr(self, name), str), name, "takes a list of strings")
         self.proxy_networks  # noqa: B018 - raises if a network is wrong
         is_url = self.management is None or parts_of_url(str(self.management)) is not None
         _check(is_url, "management", "takes a URL such as http://user:password@host:15672")

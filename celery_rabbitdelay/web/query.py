@@ -36,10 +36,10 @@ MOST_TERMS: Final = 50
 #: The most completions that are proposed.
 MOST_COMPLETIONS: Final = 30
 
-#: The names of terms that search for a text.
+#: The names of terms that search for a string.
 _OF_TEXT: Final = ("task", "queue", "key", "job", "id")
 
-#: One term: characters, escaped characters and quoted texts.
+#: One term: characters, escaped characters and quoted strings.
 _TERM: Final = re.compile(r'(?:\\.?|"(?:\\.|[^"\\])*(?:"|\\?\Z)|[^\s"\\])+', re.DOTALL)
 _NAMED: Final = re.compile(r"([A-Za-z]+):(.*)", re.DOTALL)
 _CHARACTER: Final = re.compile(r"\\u\{(10[0-9a-f]{4}|[0-9a-f]{1,5})\}|\\(.)|([^\\])", re.DOTALL)
@@ -62,7 +62,7 @@ class Term(NamedTuple):
     Attributes:
         name: The term's name; empty for a word. :func:`filter_of` refuses a name that is not one of
             :data:`NAMES`, because a single term with any name may be an id or a key with a colon.
-        parts: The texts between the wildcards; without wildcards, the whole text.
+        parts: The strings between the wildcards; without wildcards, the whole text.
     """
 
     name: str
@@ -138,13 +138,13 @@ class Query(NamedTuple):
         return Query(tuple(each for each in self.terms if each != term))
 
     def texts(self, name: str) -> list[str]:
-        """Return the texts of a name's terms; empty if a term has wildcards."""
+        """Return the strings of a name's terms; empty if a term has wildcards."""
         parts = [each.parts for each in self.named(name)]
         return [each[0] for each in parts] if all(len(each) == 1 for each in parts) else []
 
     @property
     def pasted(self) -> str:
-        """The text, if the search is one text without a term's name or a wildcard; else empty."""
+        """The text, if the search is one string without a term's name or a wildcard; else empty."""
         name, parts = self.terms[0] if len(self.terms) == 1 else ("", ("",))
         text = f"{name}:{parts[0]}" if name else parts[0]
         return "" if name in NAMES or len(parts) > 1 else text
@@ -220,7 +220,7 @@ def filter_of(query: Query, context: Context) -> Filter:
         Wrong: A term is invalid.
     """
     for each in (term for term in query.terms if term.name not in ("", *NAMES)):
-        takes = f"takes one of the fields {', '.join(NAMES)}; quote a text with a colon"
+        takes = f"takes one of the fields {', '.join(NAMES)}; quote text with a colon"
         raise Wrong(str(each), takes)
     states, holds = query.states(), context.holds
     due = query.span("due", holds.now, context.zone)
@@ -253,7 +253,7 @@ def filter_of(query: Query, context: Context) -> Filter:
         arguments = context.arguments and context.arguments(task.task, message)
         texts = [(each or "").lower() for each in (task.key, arguments)]
         return all(
-            # A word matches only the beginning of an id: random ids contain many short texts.
+            # A word matches only the beginning of an id: random ids contain many short strings.
             begins.match(task.task_id.lower()) or any(map(has.match, texts))
             for begins, has in words
         )

@@ -201,7 +201,7 @@ class Search:
 
 
 def _exact(registry: Registry, query: Query) -> Query:
-    """Turn a search for one text, such as a pasted id, into one for that id or key, if known."""
+    """Turn a search for one string, such as a pasted id, into one for that id or key, if known."""
     if not (text := query.pasted):
         return query
     if record_of(registry, text):

@@ -1,4 +1,4 @@
-"""Format untrusted texts, instants and lengths of time for pages and JSON."""
+"""Format untrusted strings, instants and lengths of time for pages and JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from celery_rabbitdelay.levels import wall_clock
 
-#: The most characters of a text on a page, and in JSON; longer texts are cut.
+#: The most characters of a string on a page, and in JSON; longer strings are cut.
 MOST_SHOWN, MOST_TOLD = 200, 10_000
 
 #: The most characters of an id in an address; browsers and servers accept some thousands.
@@ -18,7 +18,7 @@ MOST_IN_ADDRESS: Final = 1_000
 
 
 def printable(value: object, most: int = MOST_SHOWN) -> str:
-    """Escape unprintable characters, so that a text cannot hide or reorder what a reader sees.
+    """Escape unprintable characters, so that a string cannot hide or reorder what a reader sees.
 
     These are control and format characters, including bidirectional controls, and lone surrogates.
 
@@ -35,7 +35,7 @@ def printable(value: object, most: int = MOST_SHOWN) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote a text for an address, including lone surrogates."""
+    """Quote a string for an address, including lone surrogates."""
     return quote(text, safe="", errors="surrogatepass")
 
 
@@ -65,7 +65,7 @@ def fullness(messages: int) -> int:
 def plain(value: object) -> object:
     """Convert a value for JSON.
 
-    Instants become ISO 8601 texts, lengths of time seconds, named tuples objects.
+    Instants become ISO 8601 strings, lengths of time seconds, named tuples objects.
     """
     match value:
         case str():

@@ -85,7 +85,7 @@ def _unserved(site: Site) -> Mapping[str, bool]:
 
 
 def _texts(answer: Answer, kind: str) -> dict[str, str]:
-    """Return the versions or the settings of a worker; values that are not texts are left out."""
+    """Return the versions or the settings of a worker; values that are not strings are left out."""
     found = _of(_of(answer.get(ABOUT), dict, {}).get(kind), dict, {})
     return {str(name): value for name, value in found.items() if isinstance(value, str)}
 

@@ -60,7 +60,7 @@ local function of_each_key(say)
   local answers = {}
   for number, key in ipairs(KEYS) do
     local is_readable, answer = pcall(say, key, unpack(given[number]))
-    -- An error of Redis is a table, an error of Lua is a text.
+    -- An error of Redis is a table, an error of Lua is a string.
     answers[number] = is_readable and answer
       or '!' .. tostring(type(answer) == 'table' and answer.err or answer)
   end
