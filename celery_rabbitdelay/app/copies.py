@@ -66,7 +66,7 @@ PLAIN_TYPES: Final = (str, int, NoneType)
 #: All options of a plain send.
 PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "task_id"))
 
-#: The options that Celery gives all members of a group, and all options of a member.
+#: The options that Celery adds to every member of a group, and all options of a member.
 OF_GROUP: Final = ("group_id", "root_id", "parent_id", "reply_to")
 OF_MEMBER: Final = PLAIN.union(OF_GROUP, ("group_index", "producer", "add_to_parent"))
 
@@ -160,7 +160,7 @@ class Template:
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
         sizes, self._repr_depth = celery_internals.repr_limits(first.amqp.app)
         named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
-        # If the caller has given one of these strings, all messages share it.
+        # If the caller gave one of these strings, all messages share it.
         self._reprs = {name: size for name, size in named if not options.get(name)}
         own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS}
         own.update(self._reprs, call.headers, {"root_id"} if self._has_root else ())
@@ -508,9 +508,9 @@ class Copies:
         Args:
             task: The task, or its name.
             call: The call.
-            shared: The call's options that are in :data:`SHARED`.
-            of_group: The call's options that are in :data:`OF_GROUP`; for rows, the ``reply_to`` of
-                the thread.
+            shared: The call's options that are the same for all copies.
+            of_group: The options that Celery has added to a member of a group. For rows, the
+                thread's reply address.
             connection: The caller's own connection.
         """
         app = self._delays.app

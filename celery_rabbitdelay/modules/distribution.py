@@ -288,7 +288,7 @@ def _refuse_other_than_key(word: str, named: object) -> None:
         named: The destination from :func:`_named_by`.
 
     Raises:
-        UnprocessableMessage: The headers name another destination.
+        UnprocessableMessage: The destination in the headers is not this queue.
     """
     queue = decode_destination(word)
     if named is None or (isinstance(named, str) and named == queue):

@@ -150,9 +150,9 @@ OTHER_REASONS: Final = "other reasons"
 
 
 class Stay(Exception):
-    """Raised by a conversion: the message stays in its queue.
+    """Raised by a conversion to leave a message in its queue.
 
-    The text is the reason; without a text, the message is not counted.
+    The text of the error is the reason; without a text, the message is not counted.
     """
 
 

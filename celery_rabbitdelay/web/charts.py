@@ -23,7 +23,7 @@ STEPS: Final = (
     *(timedelta(weeks=each) for each in (1, 2, 4, 8)),
 )
 
-#: The most labels on the time axis, and the most gridlines above the base.
+#: The maximum number of labels on the time axis, and of gridlines above the base.
 MOST_TIMES, MOST_LINES = 7, 4
 
 #: The share of its column that a bar fills.

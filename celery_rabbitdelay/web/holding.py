@@ -18,7 +18,7 @@ from celery_rabbitdelay.web.site import log_action
 from celery_rabbitdelay.web.states import counted
 from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
-#: How many of the newest jobs are read, and how many matching jobs the page lists.
+#: The maximum number of jobs to read, newest first, and of matching jobs to list.
 MOST_READ, LISTED = 10_000, 200
 
 #: The ages by which the page filters jobs, with their labels.

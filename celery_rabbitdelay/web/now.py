@@ -40,10 +40,10 @@ HORIZONS: Final = {
     "year": (365 * DAY, 7 * DAY),
 }
 
-#: How many series the histogram has besides "others".
+#: The number of series in the histogram besides "others".
 SERIES: Final = 5
 
-#: How many minutes the charts of the last hour cover.
+#: The number of minutes in the charts of the last hour.
 MINUTES: Final = 60
 
 #: The span and the step of the rate at which messages enter the levels, in seconds.

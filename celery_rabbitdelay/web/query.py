@@ -30,10 +30,10 @@ NAMES: Final = {
     "sent": f"takes {_INSTANTS}; <2h means less than two hours ago",
 }
 
-#: The most terms of a search.
+#: The maximum number of terms in a search.
 MOST_TERMS: Final = 50
 
-#: The most completions that are proposed.
+#: The maximum number of proposed completions.
 MOST_COMPLETIONS: Final = 30
 
 #: The names of terms that search for a string.

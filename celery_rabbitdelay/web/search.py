@@ -20,8 +20,8 @@ from celery_rabbitdelay.web.query import Context, Query, Span, Term, filter_of, 
 from celery_rabbitdelay.web.states import Holds
 from celery_rabbitdelay.web.view_request import ViewRequest
 
-#: The most records that one page of a search reads if no index contains exactly the matching tasks:
-#: without arguments, and with them.
+#: The maximum number of records that one page of a search reads if no index contains exactly the
+#: matching tasks; and the maximum if the search also reads arguments.
 MOST_READ, MOST_READ_WHOLE = 1_000, 500
 
 #: How many of the newest jobs are counted beside a search.
@@ -110,7 +110,7 @@ class Search:
 
     @property
     def most_read(self) -> int:
-        """The most records that one page of the search reads."""
+        """The maximum number of records that one page of the search reads."""
         return MOST_READ if self.filter.where_message is None else MOST_READ_WHOLE
 
     @property
@@ -128,7 +128,7 @@ class Search:
 
         Args:
             after: The due time and the id of the task before the page; None for the first page.
-            most: The most tasks of the page.
+            most: The maximum number of tasks on the page.
 
         Raises:
             RegistryUnavailable: Redis does not answer.

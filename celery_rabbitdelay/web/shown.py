@@ -10,10 +10,10 @@ from urllib.parse import quote
 
 from celery_rabbitdelay.levels import wall_clock
 
-#: The most characters of a string on a page, and in JSON; longer strings are cut.
+#: The maximum length of a string on a page, and in JSON; longer strings are cut.
 MOST_SHOWN, MOST_TOLD = 200, 10_000
 
-#: The most characters of an id in an address; browsers and servers accept some thousands.
+#: The maximum length of an id in an address; browsers and servers accept some thousand characters.
 MOST_IN_ADDRESS: Final = 1_000
 
 
@@ -24,7 +24,7 @@ def printable(value: object, most: int = MOST_SHOWN) -> str:
 
     Args:
         value: The text.
-        most: The most characters to keep.
+        most: The maximum number of characters to keep.
     """
     text = str(value)
     shown = "".join(

@@ -26,7 +26,7 @@ ON_ITS_WAY: Final = timedelta(seconds=5)
 #: Seconds between two counts of the waiting tasks by kind.
 COUNTED_PERIOD: Final = 5.0
 
-#: The most due tasks of open jobs that are read; if there are more, the counts are estimates.
+#: The maximum number of due tasks of open jobs to read; if there are more, counts are estimates.
 MOST_OF_JOBS: Final = 1_000
 
 

@@ -24,11 +24,11 @@ from celery_rabbitdelay.web.deciding import seen
 from celery_rabbitdelay.web.site import Glance, Site, Verb, Work
 from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
-#: Seconds between two readings, the most messages that are read, and the largest body, in bytes,
-#: that is kept.
+#: Seconds between two readings, the maximum number of messages to read, and the largest body, in
+#: bytes, that is kept.
 PERIOD, MOST_READ, MOST_BODY = 30.0, 1_000, 16_384
 
-#: The most bytes of a body on a page and in its JSON.
+#: The maximum number of bytes of a body on a page and in its JSON.
 SHOWN_BODY: Final = 2_000
 
 #: How many messages the page lists, and how many tasks and queues it offers as filters.

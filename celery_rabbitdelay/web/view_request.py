@@ -26,7 +26,7 @@ NEEDS: Final = (
     "rabbitdelay_registry_url to the URL of a Redis, and rabbitdelay_track to 'all'"
 )
 
-#: The most fields, and the most bytes, of a form.
+#: The maximum number of fields, and of bytes, of a form.
 MOST_FIELDS, MOST_BYTES = 2_000, 2**20
 
 #: The prefix of form fields with URL-quoted values: browsers would change control characters in

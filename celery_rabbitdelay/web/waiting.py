@@ -18,7 +18,7 @@ from celery_rabbitdelay.web.states import STATES, counted
 from celery_rabbitdelay.web.task import ENDED
 from celery_rabbitdelay.web.view_request import Fields, ViewRequest, Wrong
 
-#: The default number of tasks on a page, and the most.
+#: The default number of tasks on a page, and the maximum.
 PAGE, MOST = 50, 500
 
 #: The largest valid number of tasks that the previous pages have listed.

@@ -14,7 +14,7 @@ from celery_rabbitdelay.web.site import PATIENCE, WORKERS_PERIOD, Answer, Site, 
 from celery_rabbitdelay.web.states import counted
 from celery_rabbitdelay.web.view_request import ViewRequest
 
-#: Seconds between two checks for queues without a worker, and the most queues that are checked.
+#: Seconds between two checks for queues without a worker, and the maximum of queues to check.
 UNSERVED_PERIOD, MOST_QUEUES = 10.0, 100
 
 
