@@ -23,7 +23,7 @@ WORDS = ["each", "told", "said", "says", "whoever", "what", "those", "nobody", "
 #: A code span, a link, or the end of a sentence: the first two may contain full stops.
 SPAN_OR_END = re.compile(
     r"``.+?``|`[^`]+`|\[(?:`[^`]+`|[^\]`])*\]\([^)]*\)"
-    r"|(?P<end>[.!?][*_)\"']*(?:\s+(?=[A-Z0-9`*\"(\[:])|$))"
+    r"|(?P<end>(?<!e\.g)(?<!i\.e)[.!?][*_)\"']*(?:\s+(?=[A-Z0-9`*\"(\[:])|$))"
 )
 
 #: How a sentence begins: with a capital, or with a code span, a link, a bold word or a number.

@@ -97,8 +97,8 @@ def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
 def _without_reserved(allowed: AllowedDestinations, app: DelayingCelery) -> AllowedDestinations:
     """Exclude the destinations that no module ever publishes to.
 
-    Excluded are the levels and their modules, the broker's own names, and the names in the settings
-    of Celery's remote control, its replies and its events.
+    These destinations are the levels and their modules, the broker's own names, and the names in
+    the settings of Celery's remote control, its replies and its events.
     """
     conf, topology = app.conf, app.rabbitdelay.settings.topology
     names = {conf.event_exchange, conf.result_exchange}

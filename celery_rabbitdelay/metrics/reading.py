@@ -127,9 +127,9 @@ class Readings(Generic[_T]):
         except AWAY as error:
             reading = before._replace(error=why(error))
             if before.error is None:
-                logger.warning("rabbitdelay metrics: cannot query a server: %s", reading.error)
+                logger.warning("rabbitdelay: cannot query RabbitMQ or Redis: %s", reading.error)
         except Exception:
-            logger.exception("rabbitdelay metrics: unexpected error while querying a server")
+            logger.exception("rabbitdelay: unexpected error while querying RabbitMQ or Redis")
             reading = before._replace(error="an unexpected error: see the log")
         return reading
 

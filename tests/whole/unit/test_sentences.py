@@ -39,7 +39,7 @@ def test_a_bold_sentence_keeps_its_stars() -> None:
 
 
 def test_a_name_with_a_dot_and_an_abbreviation_do_not_end_a_sentence() -> None:
-    text = "Import it from `shop.tasks` or e.g. from celery.app in Celery 5.4 too."
+    text = "Import it from `shop.tasks`, e.g. ``remind``, or from celery.app in Celery 5.4 too."
     assert sentences(text) == [text]
 
 
