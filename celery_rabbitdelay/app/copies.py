@@ -95,7 +95,7 @@ class CapturingProducer(DelayedTaskProducer):
     """Keeps the message of a task that Celery has made and routed, instead of publishing it."""
 
     def deliver(self) -> None:
-        """Publish nothing."""
+        """Do not publish the message."""
 
 
 def capture(

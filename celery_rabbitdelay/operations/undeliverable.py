@@ -137,7 +137,7 @@ class Contents:
 
     @classmethod
     def of(cls, message: UndeliverableMessage) -> Contents:
-        """Read the tasks in a message; an invalid message raises nothing."""
+        """Read the tasks in a message; an invalid message raises no error."""
         found, headers = message.found, message.headers
         exchange, key = map(headers.get, (header_names.EXCHANGE, header_names.ROUTING_KEY))
         queues = _texts(found.queue, key if exchange == "" else None)

@@ -257,7 +257,7 @@ class Arrivals(BatchThread[_Came]):
             )
 
     def _published(self, decided: Iterator[_Came]) -> list[_Came]:
-        """Publish the following occurrences; return the arrivals for which nothing failed."""
+        """Publish the following occurrences; return the arrivals without a failed publication."""
         published: list[_Came] = []
         waiting: list[_Came] = []
         for came in decided:
