@@ -62,7 +62,7 @@ class DelayingControl(Control):
 
 
 def _additions(part: Any) -> Sequence[Addition]:
-    """Return the additions of a part's application; none if the broker is not RabbitMQ."""
+    """Return the additions of an application; none if its broker is not RabbitMQ."""
     delays: Delays = part.app.rabbitdelay
     return delays.part(additions_of) if delays.available else ()
 

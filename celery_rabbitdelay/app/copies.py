@@ -413,7 +413,7 @@ class Copies:
     def _copy(
         self, task: TaskOrName, args: Args, kwargs: Kwargs, options: Options
     ) -> tuple[Template, Publication, pipelines.TaskPipeline | None]:
-        """Return the template of a call, its message, and the block that confirms it."""
+        """Return a call's template, its message, and the pipeline block that confirms it."""
         delays, is_member = self._delays, "group_index" in options
         delay, countdown, eta = options.get("delay"), options.get("countdown"), options.get("eta")
         args, kwargs, task_id = args or (), kwargs or {}, options.get("task_id") or uuid()
@@ -472,7 +472,7 @@ class Copies:
         headers: Mapping[str, object],
         connection: Connection | None,
     ) -> Template:
-        """Return the template of rows: from the cache, or made from the first row.
+        """Return the template for the messages of rows, cached or made from the first row.
 
         Args:
             task: The task, or its name.
@@ -503,7 +503,7 @@ class Copies:
         of_group: Mapping[str, object],
         connection: Connection | None,
     ) -> Template:
-        """Return the template of a call.
+        """Return the template from which the message of a call is copied.
 
         Args:
             task: The task, or its name.

@@ -174,7 +174,7 @@ class Delays:
         """Declare the levels on a broker, as a worker does at its start.
 
         Declaring restores queues and exchanges that were deleted by hand, and takes about 50 ms.
-        With ``rabbitdelay_declare = "never"``, it only checks that they exist.
+        With ``rabbitdelay_declare = "never"``, this method only checks that they exist.
 
         Raises:
             LayoutConflict: Another layout is declared under the prefix.

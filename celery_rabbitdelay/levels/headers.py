@@ -544,7 +544,7 @@ def client_delay_ms(headers: Mapping[str, object]) -> int:
 
 
 def strip(headers: Mapping[str, object]) -> dict[str, object]:
-    """Return headers without the broker's and this package's.
+    """Return headers without the headers of the broker and of this package.
 
     The user's own ``x-*`` headers stay. Nested headers, to which tracers copy all headers, are
     stripped too. py-amqp returns a name that is not UTF-8 as bytes.

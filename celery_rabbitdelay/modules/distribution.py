@@ -285,7 +285,7 @@ def _refuse_other_than_key(word: str, named: object) -> None:
 
     Args:
         word: The queue in the last word of the routing key; the message did not reach this queue.
-        named: The destination from :func:`_named_by`.
+        named: The destination in the headers, as :func:`_named_by` returns it.
 
     Raises:
         UnprocessableMessage: The destination in the headers is not this queue.

@@ -107,7 +107,7 @@ def plot(
         edges: The instants at which the steps begin, and the end of the last step.
         series: The values of each series, one per step; the first series stands on the base.
         zone: The time zone of the labels.
-        line: The instants and values of the line.
+        line: The points of the line, as instants and values.
         unit: The unit of the values, for the labels; without a unit, values are whole numbers.
     """
     start, end = edges[0], edges[-1]

@@ -194,7 +194,7 @@ class Search:
     def _number(
         self, kind: KindCounts, whole: Span, start: int | None = None, end: int | None = None
     ) -> int:
-        """Return how many tasks of a kind are due in a part of a span of time."""
+        """Return how many tasks of a kind are due between two instants, within a span of time."""
         start, end = whole.cut(start, end)
         last = kind.total if end is None else kind.before[end]
         return max(last - (0 if start is None else kind.before[start]), 0)
