@@ -20,22 +20,39 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Words that stand where a noun would say more, or that the field does not use.
 WORDS = ["each", "told", "said", "says", "whoever", "what", "those", "nobody", "anybody"]
 
-#: A sentence: from a capital to a full stop, question mark or exclamation mark.
-SENTENCE = re.compile(r"[A-Z`*\"][^.!?]*(?:[.!?](?=\w)[^.!?]*)*[.!?](?=\s|$)")
+#: A code span, a link, or the end of a sentence: the first two may contain full stops.
+SPAN_OR_END = re.compile(
+    r"``.+?``|`[^`]+`|\[(?:`[^`]+`|[^\]`])*\]\([^)]*\)"
+    r"|(?P<end>(?<!e\.g)(?<!i\.e)[.!?][*_)\"']*(?:\s+(?=[A-Z0-9`*\"(\[:])|$))"
+)
+
+#: How a sentence begins: with a capital, or with a code span, a link, a bold word or a number.
+BEGINS = re.compile(r"[A-Z0-9`*\"(\[:]")
 
 
 def prose(page: Path) -> str:
-    """Return the text of a page without code, tables, headings and directives."""
+    """Return the text of a page without code, tables, headings, directives and quotation marks."""
     text = re.sub(r"^(`{3,}).*?^\1", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^ *> ?", "", text, flags=re.MULTILINE)
     kept = [line for line in text.splitlines() if not re.match(r"\s*[|#<:]", line)]
     return "\n".join(kept)
 
 
 def sentences(text: str) -> list[str]:
     """Split paragraphs into sentences of four words at least."""
-    paragraphs = re.split(r"\n\s*\n|\n\s*[-*] |(?:^|\n)\w+:\n|\n {4}\S+: ", text)
-    found = [each for one in paragraphs for each in SENTENCE.findall(" ".join(one.split()))]
-    return [each for each in found if len(each.split()) > 3]
+    starts = r"\n\s*\n|^\s*(?:[-*]|\d+\.) +|^\w+:$|^ {4}\S+: "  # of paragraphs, items, sections
+    paragraphs = re.split(starts, text, flags=re.MULTILINE)
+    found = [each for one in paragraphs for each in split(" ".join(one.split()))]
+    return [each for each in found if BEGINS.match(each) and len(each.split()) > 3]
+
+
+def split(paragraph: str) -> Iterator[str]:
+    """Yield the complete sentences of a paragraph; never split a code span or a link."""
+    begin = 0
+    for match in SPAN_OR_END.finditer(paragraph):
+        if match["end"]:
+            yield paragraph[begin : match.end()].rstrip()
+            begin = match.end()
 
 
 def trees() -> Iterator[ast.Module]:

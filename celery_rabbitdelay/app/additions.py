@@ -31,7 +31,7 @@ class Entry(NamedTuple):
         consumer_steps: Bootsteps of a worker's consumer.
         worker_steps: Bootsteps of a worker.
         worker_options: Options of ``celery worker``, with their help; its bootsteps get them.
-        services: Services that a worker runs beside the modules, by their names in
+        services: Services that a worker runs alongside the modules, by their names in
             ``rabbitdelay_modules``: functions with the arguments of
             :func:`.worker.bootsteps.module_service`.
         commands: Commands of ``celery rabbitdelay``, by module. Each is a click command or group in

@@ -382,7 +382,7 @@ class Celery(DelayingCelery):
             TypeError: ``delay`` is combined with ``countdown`` or ``eta``, or a time has a wrong
                 type.
             ValueError: A delay is not finite, or an ``eta`` is not ISO 8601.
-            InvalidSetting: A ``rabbitdelay_*`` setting is wrong, or ``task_protocol`` is 1.
+            InvalidSetting: A ``rabbitdelay_*`` setting is invalid, or ``task_protocol`` is 1.
             DelayTooLong: The delay is above the layout's capacity, and ``rabbitdelay_modules``
                 lacks check-in.
             NeedsDistribution: ``rabbitdelay_modules`` lacks distribution. A task needs distribution

@@ -166,7 +166,7 @@ def restore_body_delay(options: Options, delay: Any) -> OwnOptions:
     its own delay is unknown, and the body loses it.
 
     Args:
-        options: The options with which a task of the header is sent; they are not changed.
+        options: The options with which a task of the chord's header is sent; they are not changed.
         delay: The delay in these options; None without a delay.
     """
     changed, delay = dict(options), plain(delay, "delay")

@@ -15,7 +15,7 @@ from celery_rabbitdelay.app.seams import Addition, additions_of
 
 
 class DelayingControl(Control):
-    """Celery's control commands; a revoke of a task that waits lasts until the task is due."""
+    """Celery's control commands; the revoke of a waiting task lasts until the task is due."""
 
     def broadcast(self, command: str, arguments: Any = None, *more: Any, **options: Any) -> Any:
         """Broadcast a command to the workers, as in Celery; in tests, to the fake broker.
@@ -23,8 +23,8 @@ class DelayingControl(Control):
         Args:
             command: The command's name.
             arguments: The command's arguments.
-            *more: Celery's other arguments.
-            **options: Celery's other arguments.
+            *more: Celery's other positional arguments.
+            **options: Celery's keyword arguments.
         """
         delays: Delays = self.app.rabbitdelay  # type: ignore[attr-defined]
         if delays.fake_broker is None:
@@ -36,8 +36,8 @@ class DelayingControl(Control):
 
         Args:
             task_id: The id of a task, or a list of ids.
-            *more: Celery's other arguments.
-            **options: Celery's other arguments.
+            *more: Celery's other positional arguments.
+            **options: Celery's keyword arguments.
         """
         answer = super().revoke(task_id, *more, **options)
         for each in _additions(self):
@@ -62,7 +62,7 @@ class DelayingControl(Control):
 
 
 def _additions(part: Any) -> Sequence[Addition]:
-    """Return the additions of a part's application; none if the broker is not RabbitMQ."""
+    """Return the additions of an application; none if its broker is not RabbitMQ."""
     delays: Delays = part.app.rabbitdelay
     return delays.part(additions_of) if delays.available else ()
 

@@ -66,7 +66,7 @@ PLAIN_TYPES: Final = (str, int, NoneType)
 #: All options of a plain send.
 PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "task_id"))
 
-#: The options that Celery gives all members of a group, and all options of a member.
+#: The options that Celery adds to every member of a group, and all options of a member.
 OF_GROUP: Final = ("group_id", "root_id", "parent_id", "reply_to")
 OF_MEMBER: Final = PLAIN.union(OF_GROUP, ("group_index", "producer", "add_to_parent"))
 
@@ -95,7 +95,7 @@ class CapturingProducer(DelayedTaskProducer):
     """Keeps the message of a task that Celery has made and routed, instead of publishing it."""
 
     def deliver(self) -> None:
-        """Publish nothing."""
+        """Do not publish the message."""
 
 
 def capture(
@@ -160,7 +160,7 @@ class Template:
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
         sizes, self._repr_depth = celery_internals.repr_limits(first.amqp.app)
         named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
-        # If the caller has given one of these texts, all messages share it.
+        # If the caller gave one of these strings, all messages share it.
         self._reprs = {name: size for name, size in named if not options.get(name)}
         own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS}
         own.update(self._reprs, call.headers, {"root_id"} if self._has_root else ())
@@ -413,7 +413,7 @@ class Copies:
     def _copy(
         self, task: TaskOrName, args: Args, kwargs: Kwargs, options: Options
     ) -> tuple[Template, Publication, pipelines.TaskPipeline | None]:
-        """Return the template of a call, its message, and the block that confirms it."""
+        """Return a call's template, its message, and the pipeline block that confirms it."""
         delays, is_member = self._delays, "group_index" in options
         delay, countdown, eta = options.get("delay"), options.get("countdown"), options.get("eta")
         args, kwargs, task_id = args or (), kwargs or {}, options.get("task_id") or uuid()
@@ -472,7 +472,7 @@ class Copies:
         headers: Mapping[str, object],
         connection: Connection | None,
     ) -> Template:
-        """Return the template of rows: from the cache, or made from the first row.
+        """Return the template for the messages of rows, cached or made from the first row.
 
         Args:
             task: The task, or its name.
@@ -503,14 +503,14 @@ class Copies:
         of_group: Mapping[str, object],
         connection: Connection | None,
     ) -> Template:
-        """Return the template of a call.
+        """Return the template from which the message of a call is copied.
 
         Args:
             task: The task, or its name.
             call: The call.
-            shared: The call's options that are in :data:`SHARED`.
-            of_group: The call's options that are in :data:`OF_GROUP`; for rows, the ``reply_to`` of
-                the thread.
+            shared: The call's options that are the same for all copies.
+            of_group: The options that Celery has added to a member of a group. For rows, the
+                thread's reply address.
             connection: The caller's own connection.
         """
         app = self._delays.app

@@ -87,7 +87,7 @@ class Delays:
         """All configured settings, read on first use; :meth:`reset` reads them again.
 
         Raises:
-            InvalidSetting: A setting is wrong.
+            InvalidSetting: A setting is invalid.
         """
         return read_settings(self.app.conf, getattr(self.app, "namespace", None))
 
@@ -96,7 +96,7 @@ class Delays:
         """The kernel's settings.
 
         Raises:
-            InvalidSetting: A setting of the kernel, or of an addition, is wrong.
+            InvalidSetting: A setting of the kernel, or of an addition, is invalid.
         """
         return self.settings_of(Settings)
 
@@ -107,7 +107,7 @@ class Delays:
             group: The class of the settings.
 
         Raises:
-            InvalidSetting: A setting of the kernel, or of an addition, is wrong.
+            InvalidSetting: A setting of the kernel, or of an addition, is invalid.
         """
         read = self.groups.get(group) or group()
         assert isinstance(read, group)
@@ -174,7 +174,7 @@ class Delays:
         """Declare the levels on a broker, as a worker does at its start.
 
         Declaring restores queues and exchanges that were deleted by hand, and takes about 50 ms.
-        With ``rabbitdelay_declare = "never"``, it only checks that they exist.
+        With ``rabbitdelay_declare = "never"``, this method only checks that they exist.
 
         Raises:
             LayoutConflict: Another layout is declared under the prefix.

@@ -1,4 +1,4 @@
-"""Where check-in and distribution may publish, by the application's configuration.
+"""Where check-in and distribution may publish, according to the application's configuration.
 
 A worker or a command reads the destinations once, when it starts. ``app.amqp.queues`` does not
 count, since it grows with every queue that the application sends to.
@@ -31,7 +31,7 @@ _ANY_UUID: Final = "-".join("?" * length for length in (8, 4, 4, 4, 12))
 
 
 def checkin_destinations(app: DelayingCelery) -> AllowedDestinations:
-    """Return where check-in may publish: as its setting says, or to the queues of ``task_queues``.
+    """Return where check-in may publish: its setting's list, or else the queues of ``task_queues``.
 
     Args:
         app: The application.
@@ -45,7 +45,7 @@ def checkin_destinations(app: DelayingCelery) -> AllowedDestinations:
 
 
 def distribution_reach(app: DelayingCelery) -> AllowedDestinations:
-    """Return where distribution may publish: as its own setting says, or as other settings say.
+    """Return where distribution may publish: its setting's list, or else any known destination.
 
     Args:
         app: The application. In a worker, the queues that it consumes from at its start count too.
@@ -97,8 +97,8 @@ def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
 def _without_reserved(allowed: AllowedDestinations, app: DelayingCelery) -> AllowedDestinations:
     """Exclude the destinations that no module ever publishes to.
 
-    Excluded are the levels and their modules, the broker's own names, and the names in the settings
-    of Celery's remote control, its replies and its events.
+    These destinations are the levels and their modules, the broker's own names, and the names in
+    the settings of Celery's remote control, its replies and its events.
     """
     conf, topology = app.conf, app.rabbitdelay.settings.topology
     names = {conf.event_exchange, conf.result_exchange}

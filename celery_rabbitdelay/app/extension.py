@@ -157,9 +157,9 @@ class RabbitDelay(Added, Delays):
         ``track``, a ``retry``, and a send over the caller's own connection are confirmed before
         they return.
         Sends of other threads and coroutines do not belong to the block. A nested block is part of
-        the outer block. If the block raises, its end waits for the confirms as well; a
-        :class:`.TasksNotConfirmed` at the end of the error's chain of causes names the tasks that
-        are not confirmed.
+        the outer block. If the block raises an error, the end of the block also waits for the
+        confirms. If some tasks are not confirmed, the error's chain of causes ends with a
+        :class:`.TasksNotConfirmed`, which names them.
 
         Raises:
             TasksNotConfirmed: Some tasks are not confirmed; the error names them, except tasks

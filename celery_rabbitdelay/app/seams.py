@@ -45,7 +45,7 @@ class Call(NamedTuple):
         due: When the task may start.
         headers: Headers of this call's message alone: an addition's, or the ``group_index`` of a
             group's member.
-        has_id: Whether the caller has given the id; otherwise it is new.
+        has_id: Whether the caller gave the id; otherwise it is new.
     """
 
     task_id: str
@@ -68,7 +68,7 @@ class Send:
         added: The options of additions.
         former: This package's headers of the task that this send retries or replaces; empty for any
             other send.
-        has_id: Whether the caller has given the task's id.
+        has_id: Whether the caller gave the task's id.
     """
 
     delays: Delays

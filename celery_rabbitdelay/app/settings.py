@@ -125,7 +125,7 @@ class SettingsGroup:
         return {name: kind.shown(getattr(self, name)) for name, kind in types.items()}
 
 
-#: Groups by their classes.
+#: The groups of settings, by their classes.
 Groups: TypeAlias = Mapping[type[SettingsGroup], SettingsGroup]
 
 
@@ -227,7 +227,7 @@ _MODULES: Final = SettingType(
 )
 
 _SIGNING_KEY: Final = SettingType(
-    f"a text of at least {MIN_KEY_BYTES} bytes, or a list of such texts, of which the first "
+    f"a string of at least {MIN_KEY_BYTES} bytes, or a list of such strings, of which the first "
     "signs: python -c 'import secrets; print(secrets.token_hex(32))' generates a key",
     _is_signing_key,
     hidden,
@@ -456,14 +456,14 @@ def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[st
 
 
 def _name_in(key: object, starts: tuple[str, ...]) -> str | None:
-    """Return the name of a setting by its key, without the prefix; None for any other key."""
+    """Return the name of the setting that a key sets; None for a key of another package."""
     if not isinstance(key, str):
         return None
     return next((key.removeprefix(each).lower() for each in starts if key.startswith(each)), None)
 
 
 def _key_of(name: str, namespace: str | None) -> str:
-    """Return the key of a setting, in capitals if the namespace is, as in Celery."""
+    """Return the key of a setting; as in Celery, in capitals if the namespace is in capitals."""
     if not namespace:
         return PREFIX + name
     key = f"{namespace.rstrip('_')}_{PREFIX}{name}"

@@ -52,7 +52,7 @@ def publish_policy(
 
     Args:
         app: The application.
-        options: The options of ``apply_async``, as the caller has given them.
+        options: The options of ``apply_async``, as the caller gave them.
         retry: Whether Celery allows resending.
         retry_policy: Celery's retry policy: the setting, overridden by the caller's option.
     """
@@ -94,7 +94,7 @@ class DelayedTaskProducer(DelayedProducer):
         delays: The application's delay levels.
         name: The task's name; also an attribute of the object.
         due: When the task may start.
-        options: The options of ``apply_async``, as the caller has given them.
+        options: The options of ``apply_async``, as the caller gave them.
         connection: The caller's own connection, to be used instead of the pool's.
         pipeline: The block that confirms the message; None if :meth:`publish` confirms it.
         came_from: The name of the queue that a retried task came from, if it is known.

@@ -84,7 +84,7 @@ def route(
     topology = shared.topology(options)
     destination = shared.app().conf.task_default_queue if queue is None else queue
     if not destination:
-        raise click.UsageError("--queue '': takes the name of a queue")
+        raise click.UsageError("--queue is empty: pass the name of a queue")
     found = explain(topology, delay, destination, tolerance=tolerance, task_id=task_id)
     modules = shared.delays().settings.modules
     shared.answer(found, _lines(found, CHECK_IN in modules))

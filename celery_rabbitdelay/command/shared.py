@@ -244,7 +244,7 @@ def delays() -> RabbitDelay:
 
     Raises:
         click.UsageError: The application's delays do not wait in RabbitMQ, or a ``rabbitdelay_*``
-        setting is wrong.
+        setting is invalid.
     """
     found = getattr(app(), "rabbitdelay", None)
     if not isinstance(found, RabbitDelay):
@@ -391,7 +391,7 @@ def topology(options: Mapping[str, object], of: str = "") -> Topology:
         of: The subject of the options, for errors.
 
     Raises:
-        click.UsageError: The application's delays do not wait in RabbitMQ, or a value is wrong.
+        click.UsageError: The application's delays do not wait in RabbitMQ, or a value is invalid.
     """
     settings = delays().settings
     given: dict[str, Any] = {

@@ -401,7 +401,7 @@ def is_expiration(value: object) -> TypeGuard[str]:
 
 
 _INSTANT: Final = partial(is_int, least=0, most=MAX_DUE_MS), "milliseconds since 1970"
-_TEXT: Final = _is_text, "a text"
+_TEXT: Final = _is_text, "a string"
 _TRUE: Final = partial(operator.is_, True), "True"
 
 #: The check for valid values of every header of this package, and a description of these values.
@@ -411,7 +411,7 @@ _KINDS: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     ROUTING_KEY: (_is_text, "a routing key"),
     QUEUE: (lambda value: _is_text(value) and value != "", "a queue's name"),
     PRIORITY: (partial(is_int, least=MAX_PRIORITY + 1, most=HIGHEST_PRIORITY), "a priority"),
-    EXPIRATION: (is_expiration, "a number of milliseconds, as a text"),
+    EXPIRATION: (is_expiration, "a number of milliseconds, as a string"),
     EARLY: (lambda value: isinstance(value, Mapping), "a table"),
     ATTEMPTS: (partial(is_int, least=1, most=MAX_COUNT), "a count"),
     FAILED_SINCE: (partial(is_int, least=1, most=MAX_DUE_MS), _INSTANT[1]),
@@ -420,8 +420,8 @@ _KINDS: Final[Mapping[str, tuple[Callable[[object], bool], str]]] = {
     REDRIVEN: (partial(is_int, least=0, most=MAX_COUNT), "a count"),
     SIGNATURE: _TEXT,
     **dict.fromkeys((COPY, KEY, JOB, JOB_ID, SCHEDULE), _TEXT),
-    LIFE: (is_life, "a number as a text"),
-    ORDER: (partial(is_digits, most=MAX_EXACT), "a number as a text"),
+    LIFE: (is_life, "a number as a string"),
+    ORDER: (partial(is_digits, most=MAX_EXACT), "a number as a string"),
     ONCE: (lambda value: value is True or (_is_text(value) and value != ""), "True or a mark"),
     TRACKED: _TRUE,
     REDELIVERED: _TRUE,
@@ -544,7 +544,7 @@ def client_delay_ms(headers: Mapping[str, object]) -> int:
 
 
 def strip(headers: Mapping[str, object]) -> dict[str, object]:
-    """Return headers without the broker's and this package's.
+    """Return headers without the headers of the broker and of this package.
 
     The user's own ``x-*`` headers stay. Nested headers, to which tracers copy all headers, are
     stripped too. py-amqp returns a name that is not UTF-8 as bytes.

@@ -173,7 +173,7 @@ class ProbeService(Service):
     def _send(
         self, channel: Channel, level: str, route: Route, wait_ms: int, behind: str | None = None
     ) -> None:
-        # A random id, so that strangers cannot fake an arrival.
+        # The id is random, so that no other client can fake an arrival.
         probe_id = str(uuid4())
         self.missing.setdefault(level, 0)
         self._sent[probe_id] = Probe(level, time.monotonic() + wait_ms / 1000, behind)

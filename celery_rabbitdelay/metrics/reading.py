@@ -90,7 +90,7 @@ class Readings(Generic[_T]):
             return self.ended(patience) if waits else self._reading or Reading()
 
     def ended(self, patience: float | None) -> Reading[_T]:
-        """Return the latest reading, after the end of a query that runs or has to follow.
+        """Wait for the end of the running or required query; return the latest reading.
 
         Args:
             patience: The longest wait of this caller, in seconds; None for no limit.
@@ -127,9 +127,9 @@ class Readings(Generic[_T]):
         except AWAY as error:
             reading = before._replace(error=why(error))
             if before.error is None:
-                logger.warning("rabbitdelay metrics: cannot query a server: %s", reading.error)
+                logger.warning("rabbitdelay: cannot query RabbitMQ or Redis: %s", reading.error)
         except Exception:
-            logger.exception("rabbitdelay metrics: the query of a server failed unexpectedly")
+            logger.exception("rabbitdelay: unexpected error while querying RabbitMQ or Redis")
             reading = before._replace(error="an unexpected error: see the log")
         return reading
 

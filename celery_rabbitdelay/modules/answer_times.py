@@ -68,11 +68,11 @@ class AnswerTimes:
     """Tracks the messages in flight per destination, and the destinations that do not answer.
 
     RabbitMQ confirms a message for a quorum queue once a majority of its replicas has the message.
-    While a queue has no majority, RabbitMQ sends neither an ack nor a nack. A new connection does
-    not change this, so the state of destinations outlives a connection.
+    While a queue has no majority, RabbitMQ sends neither an ack nor a nack, on new connections
+    either. So the state of destinations outlives a connection.
 
     Attributes:
-        clock: Returns seconds, as :func:`time.monotonic`.
+        clock: Returns the time in seconds, like :func:`time.monotonic`.
     """
 
     clock: Callable[[], float] = time.monotonic

@@ -291,7 +291,7 @@ class CheckIn:
     ) -> Outgoing:
         content_type = message.properties.get("content_type")
         if str(content_type).startswith(header_names.OWN_CONTENT_TYPES):
-            raise UnprocessableMessage("it is an envelope, which clients may not check in")
+            raise UnprocessableMessage("it is an envelope, which clients may not send")
         why = header_names.later_version(given, content_type)
         if why is not None:
             raise UnprocessableMessage(why)

@@ -53,13 +53,13 @@ class Asked(Protocol):
     def envelope_arrived(
         self, inner: Sequence[DelayHeaders], due_ms: int
     ) -> int | Sequence[bool] | None:
-        """Return which messages of an envelope to publish, or until when the envelope waits.
+        """Return which messages of an envelope to publish, or the end of the envelope's next wait.
 
-        None means that all messages are published.
+        The result None publishes all messages.
         """
 
     def note_arrived(self, note: WaitingMessage) -> Due | None:
-        """Handle a message for the addition itself; return its next due time, or None."""
+        """Handle a message for the addition itself; return its next due time, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ class Distribution:
             message: The message, with its priority and its expiration in the headers.
             left: The headers that its consumer gets.
             is_authentic: Whether its signature is valid, if there is a key. A message without a
-                valid signature stays unsigned; otherwise, while signatures are not required, a
-                stranger's message would get a valid signature.
+                valid signature stays unsigned; otherwise, while signatures are not required, an
+                attacker's message would get a valid signature.
         """
         body, properties, kept = message
         if kept.priority is not None:
@@ -194,8 +194,8 @@ class Distribution:
         if kept.expiration is not None or "expiration" in properties:
             properties = {**properties, "expiration": kept.expiration}
         if left.due_ms is None and "compression" in left.others:
-            # A stranger may omit the due time, by which a worker recognizes messages from the
-            # levels. The worker decompresses only these with a size limit.
+            # An attacker may omit the due time, by which a worker recognizes messages from the
+            # levels. The worker applies its limit for decompression only to these messages.
             left = left._replace(due_ms=wall_clock.ms())
         restored = WaitingMessage(body, properties, left)
         # The worker verifies the origin of the task, and the headers for the registry.
@@ -278,17 +278,17 @@ def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
 
 
 def _refuse_other_than_key(word: str, named: object) -> None:
-    """Refuse a message whose headers name another destination than the queue in its routing key.
+    """Refuse a message unless the destination in its headers is the queue in its routing key.
 
     The broker checks the routing key against the sender's topic permissions, but cannot check the
     headers (https://www.rabbitmq.com/docs/access-control#topic-authorisation).
 
     Args:
         word: The queue in the last word of the routing key; the message did not reach this queue.
-        named: The destination from :func:`_named_by`.
+        named: The destination in the headers, as :func:`_named_by` returns it.
 
     Raises:
-        UnprocessableMessage: The headers name another destination.
+        UnprocessableMessage: The destination in the headers is not this queue.
     """
     queue = decode_destination(word)
     if named is None or (isinstance(named, str) and named == queue):

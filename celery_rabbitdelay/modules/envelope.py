@@ -302,7 +302,7 @@ def _from_json(block: bytes) -> Any:
         try:
             check_depth(read)
         except UnprocessableMessage as too_deep:
-            raise InvalidEnvelope(f"in a block, {too_deep.reason}") from too_deep
+            raise InvalidEnvelope(f"a block is nested too deeply: {too_deep.reason}") from too_deep
     return read
 
 

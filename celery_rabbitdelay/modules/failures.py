@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 ASK_AGAIN: Final = 1.0
 
 #: Limit of missing exchanges found per second. Every answer about a missing exchange costs a
-#: channel, and some milliseconds in which the module publishes nothing.
+#: channel, and some milliseconds in which the module cannot publish.
 MAX_MISSING: Final = 20
 
 #: The context of a publication: the received message, the message published for it, and the name of
@@ -45,7 +45,7 @@ class MissingExchanges:
     Attributes:
         ask: Asks the broker whether an exchange exists.
         always: Exchanges that always exist; the broker is not asked about these.
-        clock: Returns seconds, as :func:`time.monotonic`.
+        clock: Returns the time in seconds, like :func:`time.monotonic`.
     """
 
     ask: Callable[[str], bool]

@@ -26,8 +26,8 @@ REPEATED: Final = 1024
 #: The factor by which a replicated message costs each of its nodes more processor time.
 REPLICATED: Final = 1.45
 
-#: Bytes of memory: for a message that is not yet written into a segment; the most for all of these
-#: together; and for a message in a segment. New messages use up to twice as much.
+#: Bytes of memory: for a message that is not yet written into a segment; the maximum for all such
+#: messages together; and for a message in a segment. New messages use up to twice as much.
 FRESH_MEMORY: Final = 1000
 MOST_FRESH_MEMORY: Final = 365_000_000
 MEMORY: Final = 95

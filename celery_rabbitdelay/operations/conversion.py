@@ -220,7 +220,7 @@ class NativeChain:
     """Converts the tasks in Celery's native delayed delivery into messages of the levels.
 
     Attributes:
-        producer: Converts the tasks to messages; publishes nothing.
+        producer: Converts the tasks to messages; does not publish them.
         timezone: The application's time zone.
         queues: The queues that the application knows.
         ensure: Binds a destination queue to the levels, by its name.

@@ -92,7 +92,7 @@ def migrate(pace: Pace, **options: Any) -> None:
     """Move all messages from another prefix's levels on this broker into the application's levels.
 
     The --from options describe the source, which is emptied; omitted ones default to the
-    application's settings. Producers and workers may run meanwhile. The command can be interrupted
+    application's settings. Producers and workers may keep running. The command can be interrupted
     at any time, and started again.
     """
     _migrate(None, pace, **options)

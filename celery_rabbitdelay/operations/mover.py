@@ -68,7 +68,7 @@ class Destinations:
         target: The target.
         known: The queues that the application knows, by their names, declared with the
             application's arguments.
-        may_bind: Returns whether another queue may be bound. A stranger may have written the
+        may_bind: Returns whether another queue may be bound. Any client may have written the
             queue's name into a routing key, and every producer can reach a bound queue.
         missing: Destination queues that do not exist or cannot be bound. Distribution tries to
             deliver their messages when they are due.
@@ -143,16 +143,16 @@ BATCH_SECONDS: Final = 0.05
 #: After a pause, a limited rate catches up on at most this many seconds.
 CATCH_UP: Final = 0.1
 
-#: The maximum number of reasons that are counted separately, because strangers can make up reasons.
+#: The maximum number of reasons that are counted separately, because any client can invent reasons.
 #: All other reasons are counted together.
 MOST_REASONS: Final = 200
 OTHER_REASONS: Final = "other reasons"
 
 
 class Stay(Exception):
-    """Raised by a conversion: the message stays in its queue.
+    """Raised by a conversion to leave a message in its queue.
 
-    The text is the reason; without a text, the message is not counted.
+    The text of the error is the reason; without a text, the message is not counted.
     """
 
 
@@ -356,7 +356,7 @@ class Mover:
             return None
         except LOST:
             raise
-        except Exception as error:  # noqa: BLE001 - a stranger may have published it
+        except Exception as error:  # noqa: BLE001 - any client may have published it
             # A single message does not end the move.
             self._leave(f"it cannot be converted: {shortened(error)}")
             return None

@@ -31,7 +31,7 @@ _UUID: Final = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 class Rights(NamedTuple):
     """The three arguments of ``rabbitmqctl set_permissions``, regular expressions of whole names.
 
-    An empty text grants nothing.
+    An empty string grants no permission.
     """
 
     configure: str

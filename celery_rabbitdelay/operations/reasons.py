@@ -63,7 +63,7 @@ def examine(
 ) -> Undeliverable:
     """Return the task of a message in ``undeliverable``, and why the message is there.
 
-    Invalid headers raise nothing: a stranger may have published the message.
+    Invalid headers raise no error, because any client may have published the message.
 
     Args:
         headers: The message's headers, as the broker returns them.
@@ -112,11 +112,11 @@ def _printable(text: str | None) -> str | None:
 
 
 def _text(headers: Mapping[str, object], name: str, problems: dict[str, str]) -> str | None:
-    """Return a header's text; None if it is missing or not a text."""
+    """Return a header's text; None if it is missing or not a string."""
     value = headers.get(name)
     if value is None or isinstance(value, str):
         return value or None
-    problems[name] = f"its header {name} is {shortened(value)}, not a text"
+    problems[name] = f"its header {name} is {shortened(value)}, not a string"
     return None
 
 

@@ -71,7 +71,7 @@ class Redriving:
     """Converts the messages that may leave ``undeliverable``.
 
     Attributes:
-        producer: Signs the messages and computes their routes; it publishes nothing.
+        producer: Signs the messages and computes their routes; does not publish them.
         allowed: The allowed destinations.
         checkin_allowed: The allowed destinations of messages that check-in never accepted; None for
             the same as ``allowed``.

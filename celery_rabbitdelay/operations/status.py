@@ -46,7 +46,7 @@ class Status(NamedTuple):
 
 
 def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0) -> Status:
-    """Take a snapshot of an application's topology; declare and change nothing.
+    """Take a snapshot of an application's topology, without declaring or changing anything.
 
     Args:
         delays: The application's delays.

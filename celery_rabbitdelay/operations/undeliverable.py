@@ -137,13 +137,13 @@ class Contents:
 
     @classmethod
     def of(cls, message: UndeliverableMessage) -> Contents:
-        """Read the tasks in a message; an invalid message raises nothing."""
+        """Read the tasks in a message; an invalid message raises no error."""
         found, headers = message.found, message.headers
         exchange, key = map(headers.get, (header_names.EXCHANGE, header_names.ROUTING_KEY))
         queues = _texts(found.queue, key if exchange == "" else None)
         content_type = message.properties.get("content_type")
         if content_type == ENVELOPE and later_version(headers, content_type) is None:
-            with suppress(Exception):  # a stranger may have written it
+            with suppress(Exception):  # any client may have written it
                 envelope = OpenedEnvelope(message.body)
                 inner = [{**envelope.headers, **item.headers} for item in envelope]
                 tasks, ids = (
@@ -259,7 +259,7 @@ def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
     """Return a message's entry in a list of messages.
 
     Args:
-        number: The message's place in the queue, from 1.
+        number: The message's position in the queue, from 1.
         message: The message.
     """
     found, redriven = message.found, message.headers.get(header_names.REDRIVEN)
@@ -275,12 +275,12 @@ def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
 def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
     """Return a whole message in values of JSON.
 
-    ``headers`` and ``properties`` are in readable form: bytes and instants are texts there. A
+    ``headers`` and ``properties`` are in readable form: bytes and instants are strings there. A
     program can restore the message from its body and ``amqp_properties``: all properties, including
     headers, as AMQP 0-9-1 encodes them (2.3.5.2 and 4.2.6.1), in base64.
 
     Args:
-        number: The message's place in the queue, from 1.
+        number: The message's position in the queue, from 1.
         message: The message.
     """
     return {
@@ -332,7 +332,7 @@ class RemovalReport(Moved):
         examined: The number of messages that were read.
         matched: How many of the read messages were chosen; ``left`` counts the messages that stay.
         stopped: The reason for ending before the last message; None at a regular end. If another
-            thread sets a text, the removal ends before the next message.
+            thread sets a reason, the removal ends before the next message.
     """
 
     present: int = 0

@@ -31,7 +31,7 @@ _filter_options: Final = shared.as_one(
         "--reason",
         "reasons",
         multiple=True,
-        help="A text in the reason; with * or ?, a pattern for the whole reason.",
+        help="Text in the reason; with * or ?, a pattern for the whole reason.",
     ),
     click.option(
         "--older-than", type=shared.duration_type, help="Undeliverable for at least this long."
@@ -70,7 +70,7 @@ def _tell_removal(report: read.RemovalReport, done: str, dry_run: bool) -> None:
 
 
 def _printable(text: str) -> str:
-    """Escape control characters and line feeds in an untrusted text."""
+    """Escape control characters and line feeds in an untrusted string."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
@@ -105,7 +105,7 @@ def list_messages(most: int | None, wanted: read.UndeliverableFilter) -> None:
 
 
 def _messages() -> Iterator[tuple[int, read.UndeliverableMessage]]:
-    """Yield all messages with their places in the queue, from 1."""
+    """Yield all messages with their positions in the queue, from 1."""
     with shared.broker() as connection:
         messages = read.undeliverable_messages(connection, shared.delays().topology)
         yield from enumerate(messages, start=1)

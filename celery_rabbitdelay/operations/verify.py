@@ -109,7 +109,7 @@ WORKERS_TIMEOUT: Final = 1.0
 def verify_application(
     delays: RabbitDelay, connection: Connection, management: str | None = None
 ) -> Verification:
-    """Check the broker, the workers and the schedules of an application; change nothing.
+    """Check an application's broker, workers and schedules, without changing anything.
 
     Args:
         delays: The application's delays.
@@ -145,7 +145,7 @@ def verify_broker(
     is_blocked: bool = False,
     others: Iterable[checks.FoundRow] = (),
 ) -> Verification:
-    """Check a broker; change nothing.
+    """Check a broker, without changing anything.
 
     Args:
         connection: A kombu connection to RabbitMQ.

@@ -24,8 +24,8 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.operations.workers import ABOUT, ARRIVALS, COMMAND
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, Worker
 
-#: The seconds of a step, the number of steps for which a worker remembers its tasks, and the number
-#: of steps over which its status shows the maximum lateness.
+#: The length of a step in seconds, the number of steps for which a worker remembers its tasks, and
+#: the number of steps over which its status shows the maximum lateness.
 STEP: Final = 60
 STEPS: Final = 60
 LATEST_STEPS: Final = 10

@@ -98,10 +98,10 @@ def check_complete(
         by_marker: Whether the check ends at the marker, if the marker exists or the user may not
             check it, and the highest level's exchange exists. For a producer, this partial check
             suffices. If a queue of the levels is missing, the alternate exchange puts the message
-            into ``undeliverable``. If the exchange of the message's first digit is missing,
-            publishing fails. If the exchange of a later digit is missing, the message is confirmed;
-            a quorum queue keeps it until the exchange exists again, but a classic queue drops it:
-            with classic queues, all exchanges are checked.
+            into ``undeliverable``. If the exchange of the message's first level is missing,
+            publishing fails. If the exchange of a lower level is missing, the message is confirmed;
+            a quorum queue keeps it until the exchange exists again, but a classic queue drops it.
+            With classic queues, all exchanges are therefore checked.
 
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.

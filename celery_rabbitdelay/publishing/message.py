@@ -102,8 +102,8 @@ class WaitingMessage(NamedTuple):
 def body_of(message: amqp.Message) -> bytes:
     """Return a message's body as the bytes that are sent or were received; never raises.
 
-    py-amqp encodes a text, and decodes a received body, with the untrusted ``content_encoding``. An
-    empty body is a text whatever the encoding, and decoding cannot always be reversed.
+    py-amqp encodes a string, and decodes a received body, with the untrusted ``content_encoding``.
+    An empty body is a string whatever the encoding, and decoding cannot always be reversed.
     """
     body: str | bytes = message.body
     if isinstance(body, bytes):
@@ -136,7 +136,7 @@ class Content(NamedTuple):
 
         Raises:
             amqp.exceptions.FrameSyntaxError: AMQP has no type for one of its headers.
-            struct.error: A number is too large, or a text too long, for its field.
+            struct.error: A number is too large, or a string too long, for its field.
         """
         if isinstance(message.body, str):
             message.properties.setdefault("content_encoding", "utf-8")
@@ -160,7 +160,7 @@ def encoded(properties: Mapping[str, object]) -> bytes:
 
     Raises:
         amqp.exceptions.FrameSyntaxError: AMQP has no type for one of the headers.
-        struct.error: A number is too large, or a text too long, for its field.
+        struct.error: A number is too large, or a string too long, for its field.
     """
     flags, parts = 0, [b""]
     for flag, name, kind in _PROPERTIES:
@@ -202,7 +202,7 @@ _LONG: Final = struct.Struct(">cq")
 
 
 def short_string(text: str | bytes) -> bytes:
-    """Encode a text as an AMQP short string.
+    """Encode a string as an AMQP short string.
 
     Raises:
         struct.error: The text has more than 255 bytes.
@@ -267,7 +267,7 @@ class SharedProperties:
 
         Raises:
             amqp.exceptions.FrameSyntaxError: AMQP has no type for one of the headers.
-            struct.error: A number is too large, or a text too long, for its field.
+            struct.error: A number is too large, or a string too long, for its field.
         """
         table = self._table + _item(headers)[1 + _SIZE :]
         parts = self._before, len(table).to_bytes(_SIZE, "big"), table, self._between

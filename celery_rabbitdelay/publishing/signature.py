@@ -28,7 +28,7 @@ NOT_SIGNED: Final = "it has no valid signature: see rabbitdelay_signing_key"
 #: The version of the signature's format, with which every signature begins.
 VERSION: Final = "1:"
 
-#: The signed properties, which follow :attr:`.DelayHeaders.signed`; all are texts.
+#: The signed properties, which follow :attr:`.DelayHeaders.signed`; all are strings.
 SIGNED_PROPERTIES: Final = ("correlation_id", "message_id")
 
 #: Stands for a missing value.
@@ -43,7 +43,7 @@ class SigningKeys:
     """One or more keys: the first key signs, and a signature by any of the keys is valid.
 
     Args:
-        keys: A key, or several keys. A text is encoded in UTF-8.
+        keys: A key, or several keys. A string is encoded in UTF-8.
 
     Raises:
         InvalidSigningKey: No key is given, or a key has fewer than :data:`MIN_KEY_BYTES` bytes.

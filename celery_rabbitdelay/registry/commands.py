@@ -286,7 +286,7 @@ _names: Final = shared.options(
 @_names
 @click.option("--until", type=instant_type, help="The instant at which the pause ends.")
 def pause(task: str | None, queue: str | None, until: datetime | None) -> None:
-    """Hold due tasks of a name, or for a queue, until they are resumed."""
+    """Hold the due tasks with a name, or for a queue, until the resume."""
     _check(task, queue)
     with with_registry() as delays:
         paused = Paused(task, queue, delays.pause(task=task, queue=queue, until=until), until)
@@ -296,7 +296,7 @@ def pause(task: str | None, queue: str | None, until: datetime | None) -> None:
 @shared.command()
 @_names
 def resume(task: str | None, queue: str | None) -> None:
-    """End the pause of a name or a queue."""
+    """End the pause of a task name or a queue."""
     _check(task, queue)
     with with_registry() as delays:
         was_paused = delays.resume(task=task, queue=queue)

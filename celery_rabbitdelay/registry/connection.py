@@ -38,7 +38,7 @@ TIMEOUT: Final = 0.5
 
 
 def is_redis_url(url: object) -> bool:
-    """Return whether a text is a URL that :func:`connect` takes, without importing a client."""
+    """Return whether a string is a URL that :func:`connect` takes, without importing a client."""
     return isinstance(url, str) and all(map(_is_url_of_one, url.split(";")))
 
 

@@ -160,8 +160,8 @@ class Decisions(BatchThread[_Due]):
         early_tasks: Puts tasks back into the levels.
 
     Attributes:
-        takers: Functions by the name of a header. If a task has the header, the function runs or
-            discards the task. Schedules add a function.
+        takers: Maps the names of headers to functions. If a task has such a header, the function
+            runs or discards the task. Schedules add a function.
     """
 
     name = "rabbitdelay-decisions"

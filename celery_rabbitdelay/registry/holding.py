@@ -129,7 +129,7 @@ class Holding:
         queue: str | None = None,
         until: datetime | None = None,
     ) -> datetime:
-        """Pause the delayed tasks of a name, or for a queue, until the resume.
+        """Pause the delayed tasks with a name, or for a queue, until the resume.
 
         Within a second, workers stop running these tasks, and move them on arrival to the queue of
         paused tasks. The tasks keep their due times. Tasks that have already arrived, and tasks
@@ -146,7 +146,7 @@ class Holding:
 
         Raises:
             InvalidDelay: ``until`` is a naive datetime.
-            TypeError: Not exactly one of ``task`` and ``queue`` is given, or it is not a text.
+            TypeError: Not exactly one of ``task`` and ``queue`` is given, or it is not a string.
         """
         until_ms = None if until is None else milliseconds_of(until)
         return self.registry.pauses.pause(*_one(task, queue), until_ms)

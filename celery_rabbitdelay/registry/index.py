@@ -343,7 +343,7 @@ class Index:
     def messages(self, task_ids: Sequence[str]) -> list[str | None]:
         """Return the stored messages of tasks, from which they can be sent again.
 
-        None stands for a task that does not wait or is not tracked; an empty text stands for an
+        None stands for a task that does not wait or is not tracked; an empty string stands for an
         unknown message.
         """
         names = self.names.each("message", task_ids)

@@ -192,7 +192,7 @@ class Jobs:
         """Return the states of jobs, without the jobs that do not exist.
 
         Args:
-            jobs: Names and ids; an empty id stands for the latest job of the name.
+            jobs: Names and ids of jobs; an empty id stands for the latest job with that name.
 
         Returns:
             The state of every existing job, or an error text if the record cannot be read.

@@ -1,4 +1,4 @@
-"""Pauses: due tasks of a name, or for a queue, wait until they are resumed."""
+"""Pauses: the due tasks with a name, or for a queue, wait until the resume."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Pauses:
         self._known_until = 0.0
 
     def pause(self, task: str | None, queue: str | None, until_ms: int | None = None) -> datetime:
-        """Pause the tasks of a name or for a queue; return the start of the pause.
+        """Pause the tasks with a name or for a queue; return the start of the pause.
 
         Args:
             task: The name of the tasks; None to pause a queue.

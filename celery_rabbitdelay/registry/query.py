@@ -29,24 +29,24 @@ NAMES: Final = {
     "sent": f"takes {_INSTANTS}; <2h means less than two hours ago",
 }
 
-#: The most terms of a search.
+#: The maximum number of terms in a search.
 MOST_TERMS: Final = 50
 
-#: The most completions that are proposed.
+#: The maximum number of proposed completions.
 MOST_COMPLETIONS: Final = 30
 
-#: The names of terms that search for a text.
+#: The names of terms that search for a string.
 _OF_TEXT: Final = ("task", "queue", "key", "job", "id")
 
-#: One term: characters, escaped characters and quoted texts.
+#: One term: characters, escaped characters and quoted strings.
 _TERM: Final = re.compile(r'(?:\\.?|"(?:\\.|[^"\\])*(?:"|\\?\Z)|[^\s"\\])+', re.DOTALL)
 _NAMED: Final = re.compile(r"([A-Za-z]+):(.*)", re.DOTALL)
 _CHARACTER: Final = re.compile(r"\\u\{(10[0-9a-f]{4}|[0-9a-f]{1,5})\}|\\(.)|([^\\])", re.DOTALL)
 
-#: Any place that is not within a number.
+#: Any position except one between two digits.
 _EDGE: Final = r"(?:(?<!\d)|(?!\d))"
 
-#: The days that have a name.
+#: The days that have names, with their distance from today in days.
 _DAYS: Final = {"yesterday": -1, "today": 0, "tomorrow": 1}
 
 _MINUTE, _DAY = timedelta(minutes=1), timedelta(days=1)
@@ -61,7 +61,7 @@ class Term(NamedTuple):
     Attributes:
         name: The term's name; empty for a word. :func:`filter_of` refuses a name that is not one of
             :data:`NAMES`, because a single term with any name may be an id or a key with a colon.
-        parts: The texts between the wildcards; without wildcards, the whole text.
+        parts: The strings between the wildcards; without wildcards, the whole text.
     """
 
     name: str
@@ -137,13 +137,13 @@ class Query(NamedTuple):
         return Query(tuple(each for each in self.terms if each != term))
 
     def texts(self, name: str) -> list[str]:
-        """Return the texts of a name's terms; empty if a term has wildcards."""
+        """Return the strings of a name's terms; empty if a term has wildcards."""
         parts = [each.parts for each in self.named(name)]
         return [each[0] for each in parts] if all(len(each) == 1 for each in parts) else []
 
     @property
     def pasted(self) -> str:
-        """The text of a search for one text without a field or wildcard; empty for others."""
+        """The text, if the search is one string without a term's name or a wildcard; else empty."""
         name, parts = self.terms[0] if len(self.terms) == 1 else ("", ("",))
         text = f"{name}:{parts[0]}" if name else parts[0]
         return "" if name in NAMES or len(parts) > 1 else text
@@ -157,7 +157,7 @@ class Query(NamedTuple):
         states = {"*".join(each.parts): each for each in self.named("state")}
         for wrong in states.keys() - {*STATES}:
             raise InvalidSearch(str(states[wrong]), f"state {NAMES['state']}")
-        # A task of an open job is also held.
+        # A search for held tasks includes the tasks of open jobs.
         return {*states, *(("job-open",) if "held" in states else ())}
 
     def span(self, name: str, now: datetime, zone: tzinfo) -> Span:
@@ -219,7 +219,7 @@ def filter_of(query: Query, context: Context) -> Filter:
         InvalidSearch: A term is invalid.
     """
     for each in (term for term in query.terms if term.name not in ("", *NAMES)):
-        fields = f"the fields are {', '.join(NAMES)}; quote a text with a colon"
+        fields = f"the fields are {', '.join(NAMES)}; quote text with a colon"
         raise InvalidSearch(str(each), fields)
     states, holds = query.states(), context.holds
     due = query.span("due", holds.now, context.zone)
@@ -252,7 +252,7 @@ def filter_of(query: Query, context: Context) -> Filter:
         arguments = context.arguments and context.arguments(task.task, message)
         texts = [(each or "").lower() for each in (task.key, arguments)]
         return all(
-            # An id must begin with the word: random ids contain any short text somewhere.
+            # A word matches only the beginning of an id: random ids contain many short strings.
             begins.match(task.task_id.lower()) or any(map(has.match, texts))
             for begins, has in words
         )
@@ -311,7 +311,7 @@ def _escaped(character: str) -> str:
 
 
 def _matcher(query: Query, name: str) -> Callable[[Pending | Kind], bool]:
-    """Return a predicate: a task or a kind matches a term of a name, or no term has the name."""
+    """Return a predicate: a task or kind matches a term of this name, or no term has the name."""
     patterns = [_pattern(each.parts) for each in query.named(name)]
     text_of = attrgetter("task_id" if name == "id" else name)
     return lambda each: not patterns or any(one.fullmatch(text_of(each) or "") for one in patterns)
@@ -322,13 +322,14 @@ def _pattern(parts: Sequence[str], is_word: bool = False) -> re.Pattern[str]:
 
     Args:
         parts: The parts.
-        is_word: Whether the first part is empty, and a number does not match within another one.
+        is_word: Whether the parts are a word: the first part is empty, and a number matches only
+            whole numbers.
     """
     first, *others = map(re.escape, parts)
     if is_word and "".join(parts).isdecimal():
         others[0] = _EDGE + others[0]
         others[-1] += _EDGE
-    # Of a part in the middle, only the first place counts: a search cannot make matching slow.
+    # A part in the middle matches only its first occurrence, so that no search is slow.
     between = [f"(?>.*?{each})" for each in others[:-1]]
     return re.compile("".join([first, *between, *(f".*{each}" for each in others[-1:])]), re.DOTALL)
 

@@ -365,7 +365,7 @@ class Registry:
         return [task_id] if order else []
 
     def newest_under(self, key: str) -> tuple[str, str]:
-        """Return the order and the id of the newest task under a key, or two empty texts."""
+        """Return the order and the id of the newest task under a key, or two empty strings."""
         (found,) = self.store.commands(lambda pipeline: pipeline.get(self.names.of("key", key)))
         order, _, task_id = (found or "").partition(" ")
         return order, task_id
@@ -399,7 +399,7 @@ class Registry:
 
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
-        """Hold the lock of a name while a block runs.
+        """Hold the lock with this name while a block runs.
 
         The lock expires: if its holder dies or takes too long, the next caller proceeds.
         """

@@ -17,7 +17,8 @@ from celery_rabbitdelay.registry.record import MessageFacts, record_of
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.registry.states import Holds
 
-#: The spans that due tasks are counted for beside a search: the term's value, and milliseconds.
+#: The spans for which tasks are counted by due time: the value of the term ``due``, and its length
+#: in milliseconds.
 SOON: Final = {"<1h": 3_600_000, "<1d": 86_400_000, "<7d": 604_800_000}
 
 
@@ -54,7 +55,7 @@ class Search:
         Args:
             delays: The application's delays.
             text: The search.
-            now: The present; an action that was confirmed before passes the instant of its count.
+            now: The present. A confirmed action passes the instant at which its tasks were counted.
             shown: Masks a text with the arguments of a task; words then match the masked text. None
                 if words do not match arguments.
 
@@ -111,12 +112,12 @@ class Search:
 
 
 def _exact(registry: Registry, query: Query) -> Query:
-    """Return a search for one text, such as a pasted id, as one for the id or the key if known."""
+    """Turn a search for one string, such as a pasted id, into one for that id or key, if known."""
     if not (text := query.pasted):
         return query
     if record_of(registry, text):
         return Query((Term.of("id", text),))
-    # If no task waits under a word as its key, it may still be a part of other keys.
+    # A word that is not the key of a waiting task may be a part of other keys.
     ids = registry.waiting_under(text)
     is_key = ids and (":" in text or registry.index.tasks(ids))
     return Query((Term.of("key", text),)) if is_key else query

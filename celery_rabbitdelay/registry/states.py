@@ -20,7 +20,7 @@ STATES: Final = ("waiting", "held", "overdue", "job-open")
 #: How long a due task may travel to a worker and still count as on time.
 ON_ITS_WAY: Final = timedelta(seconds=5)
 
-#: The most due tasks of open jobs that are read; beyond, the counts per kind are estimated.
+#: The maximum number of due tasks of open jobs to read; if there are more, counts are estimates.
 MOST_OF_JOBS: Final = 1_000
 
 

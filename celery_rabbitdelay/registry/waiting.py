@@ -116,8 +116,8 @@ class Waiting(Holding):
             also_future: Whether to record the cancellation of an unknown id.
 
         Returns:
-            The outcome. An unknown id gives ``NOTED``, or ``UNKNOWN`` without ``also_future``; an
-            unknown key gives ``UNKNOWN``. Several tasks give their least certain outcome.
+            The outcome. For an unknown id, it is ``NOTED``, or ``UNKNOWN`` without ``also_future``;
+            for an unknown key, ``UNKNOWN``; for several tasks, their least certain outcome.
 
         Raises:
             TypeError: Not exactly one of a task, a key and a job is given.
@@ -172,7 +172,7 @@ class Waiting(Holding):
 
         Args:
             sent_before: Cancel only tasks sent before this instant; by default before this call.
-            **filters: As for :meth:`pending`; without filters, all tasks.
+            **filters: As for :meth:`pending`. Without filters, all tracked tasks are cancelled.
         """
         before = sent_before or instant_of(self.registry.now_ms() + 1)
         wanted = Filter.of(**filters)._replace(sent_before_ms=milliseconds_of(before))

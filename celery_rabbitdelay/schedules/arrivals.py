@@ -183,7 +183,7 @@ class Arrivals(BatchThread[_Came]):
         try:
             self._note(fates)
         except RegistryUnavailable as error:
-            logger.warning("rabbitdelay schedules: cannot store occurrence fates: %s", error)
+            logger.warning("rabbitdelay schedules: cannot store fates of occurrences: %s", error)
         for came, fate in fates:
             if fate is not None:
                 self._go_on(came, fate)
@@ -257,7 +257,7 @@ class Arrivals(BatchThread[_Came]):
             )
 
     def _published(self, decided: Iterator[_Came]) -> list[_Came]:
-        """Publish the following occurrences; return the arrivals for which nothing failed."""
+        """Publish the following occurrences; return the arrivals without a failed publication."""
         published: list[_Came] = []
         waiting: list[_Came] = []
         for came in decided:

@@ -166,7 +166,7 @@ def idle_beat(sender: Any, **_: Any) -> None:
 
     scheduler = sender.scheduler
     if type(scheduler) not in (beat.Scheduler, beat.PersistentScheduler):
-        logger.warning("rabbitdelay_beat: celery beat uses another scheduler and still sends.")
+        logger.warning("rabbitdelay_beat: celery beat has a custom scheduler, so it still sends.")
         return
     logger.warning("rabbitdelay_beat: celery beat sends nothing; workers send its entries.")
     scheduler.tick = lambda *_, **__: scheduler.max_interval

@@ -169,7 +169,7 @@ def captured(
 
 
 def canonical(value: object) -> str:
-    """Return a text that all processes compute alike for equal values, as far as possible."""
+    """Return a string that all processes compute alike for equal values, as far as possible."""
     if isinstance(value, Mapping):
         pairs = sorted((canonical(key), canonical(item)) for key, item in value.items())
         return f"{{{pairs}}}"
@@ -537,7 +537,7 @@ class Records:
             self._store.commands(add)
 
     def note(self, name: str, **fields: str | int) -> None:
-        """Write fields of a record; an empty text deletes a field."""
+        """Write fields of a record; an empty string deletes a field."""
         words = [word for field in fields.items() for word in field]
         call = ScriptCall("schedules/note", [self._names.of("schedule", name)], [words])
         ((answer,),) = self._store.of_each(call)

@@ -338,7 +338,7 @@ class Occurrence(NamedTuple):
             found = cls(*json.loads(text)[: len(cls._fields)])
             found = found._replace(recurrence=Recurrence.read(found.recurrence))
             return found if found._is_valid else None
-        except Exception:  # noqa: BLE001 - a stranger's text raises errors of any kind
+        except Exception:  # noqa: BLE001 - a client's text may raise any error
             return None
 
     @property

@@ -109,8 +109,8 @@ def given(consumer: Any, delivery: Delivery) -> None:
 def queue(registry: Registry, occurrence: Occurrence, lasts_ms: int) -> bool:
     """Take or release the only place for an occurrence that waits for the end of a run.
 
-    Every edit of a schedule has its own place. So a waiting occurrence of an earlier edit, which
-    will be dropped, does not block occurrences of the new edit.
+    Every edit of a schedule has its own place. So an occurrence that waits since before the edit,
+    and will be dropped, does not block the occurrences of the edited schedule.
 
     Returns: Whether the occurrence has the place; True if Redis does not answer.
     """

@@ -304,7 +304,7 @@ class Columns:
                 raise InvalidRow(shown(given), f"its {name} is not JSON: {wrong}") from wrong
             kind, what = (list, "a list") if name == "args" else (dict, "an object")
             if not isinstance(parsed[name], kind):
-                raise InvalidRow(shown(given), f"the JSON of its {name} is not {what}")
+                raise InvalidRow(shown(given), f"its {name} is JSON, but not {what}")
         return parsed
 
 

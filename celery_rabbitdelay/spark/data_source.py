@@ -61,7 +61,7 @@ class RabbitDelayDataSource(DataSource):
         """Return the writer of a DataFrame.
 
         Raises:
-            InvalidOption: An option is wrong, or the mode is overwrite.
+            InvalidOption: An option is invalid, or the mode is overwrite.
             InvalidColumn: The schema is invalid.
         """
         if overwrite:
@@ -73,7 +73,7 @@ class RabbitDelayDataSource(DataSource):
         """Return the writer of a stream.
 
         Raises:
-            InvalidOption: An option is wrong, or the output mode is complete.
+            InvalidOption: An option is invalid, or the output mode is complete.
             InvalidColumn: The schema is invalid.
         """
         if overwrite:

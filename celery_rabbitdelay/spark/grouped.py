@@ -65,7 +65,7 @@ def grouped(frame: DataFrame, **options: Any) -> DataFrame:
 
     Raises:
         InvalidColumn: The schema is invalid, or has a column that only Python can write.
-        InvalidOption: An option is wrong, or tasks cannot share messages.
+        InvalidOption: An option is invalid, or tasks cannot share messages.
     """
     checked = WriteOptions.of_call(options)
     return Grouping(frame.schema, checked).of(frame)

@@ -28,7 +28,7 @@ class Option(NamedTuple):
 
     Attributes:
         takes: The values in words, for errors.
-        read: Parses a text, or raises :class:`ValueError`.
+        read: Parses a string, or raises :class:`ValueError`.
         only_with: The value of ``what``, or the protocol, that the option requires; empty if none.
     """
 
@@ -318,11 +318,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def _read(cls: type[NamedTuple], given: Mapping[str, str], kind: str = "") -> dict[str, Any]:
-    """Return the values of the options that are given, by their attributes.
+    """Parse options; return their values by the attributes of the class.
 
     Args:
         cls: The class of the options.
-        given: The texts of the options.
+        given: The options' values as text, by the options' names.
         kind: The value of ``what``, or the protocol.
     """
     found = {}

@@ -76,7 +76,7 @@ def dispatch(
         tasks may run earlier.
 
     Raises:
-        InvalidOption: An option is wrong, or tasks cannot be grouped.
+        InvalidOption: An option is invalid, or tasks cannot be grouped.
         InvalidColumn: The schema is invalid, or cannot be grouped.
         pyspark.errors.PySparkException: A partition failed. With a registry, no task runs.
     """

@@ -57,7 +57,7 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
 
     This fake is for fast unit tests: it contacts no broker and no Redis, nothing waits, and no
     worker runs. Sends are checked, routed and serialized as usual, so a wrong delay or an unknown
-    queue raises the same error. The behaviour of RabbitMQ, Redis and workers is not tested: use
+    queue raises the same error. The behavior of RabbitMQ, Redis and workers is not tested: use
     :class:`.Travel` for that.
 
     - All sends of this application are recorded, with Celery's API or ``app.rabbitdelay``, in any

@@ -1,4 +1,4 @@
-"""Authenticate requests, refuse those of other sites, and harden every answer."""
+"""Authenticate requests, refuse cross-site requests, and add security headers to responses."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from celery_rabbitdelay.web.options import Options, Role, User, hash_of
 
 logger = logging.getLogger(__name__)
 
-#: The headers of every answer: nothing is loaded from another origin, no inline scripts or styles,
-#: no framing, no reading from another origin, and no caching. With the policy ``no-referrer``, the
-#: ``Origin`` of our own forms would be ``null``.
+#: The security headers of every response: no content from other origins, no inline scripts or
+#: styles, no framing, no reading by other origins, and no caching. With the referrer policy
+#: ``no-referrer``, browsers would send ``Origin: null`` with our own forms.
 HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -35,17 +35,17 @@ HEADERS: Final = {
     "Cache-Control": "no-store",
 }
 
-#: The header that makes a browser ask for a name and a password; it sends both in UTF-8.
+#: The header that makes a browser ask for a name and a password; the browser sends both in UTF-8.
 CHALLENGE: Final = {"WWW-Authenticate": 'Basic realm="celery_rabbitdelay", charset="UTF-8"'}
 
-#: Headers that proxies add. If only this machine is answered, requests with them are refused.
+#: Headers that proxies add. A page that serves only this machine refuses requests with any of them.
 OF_PROXIES: Final = ("forwarded", "x-forwarded-", "via", "x-real-ip")
 
-#: The answer to requests that no option identifies.
+#: The response to a request if no option identifies its user.
 UNIDENTIFIED: Final = (
     "The page does not know you. An option of rabbitdelay_web identifies users: 'users' lists "
     "names and passwords, 'proxy_header' trusts a proxy's header, 'identify' is a function of the "
-    "application. Without any of them, only this machine is answered, and not through a proxy."
+    "application. Without any of these options, the page serves only this machine, without a proxy."
 )
 
 
@@ -92,10 +92,10 @@ class Shield:
 
 
 def is_from_elsewhere(headers: Headers) -> bool:
-    """Return whether another site's page has sent a request, by the browser's headers.
+    """Return whether, by the browser's headers, another site's page has sent a request.
 
     Browsers send ``Sec-Fetch-Site`` over HTTPS and to localhost; otherwise ``Origin`` decides. A
-    request with neither does not come from a browser.
+    request with neither header does not come from a browser.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is not None:
@@ -144,7 +144,7 @@ class Access:
         if options.proxy_header is not None:
             named = headers.getlist(options.proxy_header)
             is_trusted = any(address in each for each in options.proxy_networks)
-            # Of two headers, one may be the client's own.
+            # If the header occurs twice, the client may have added one of the two.
             name = named[0].strip() if is_trusted and len(named) == 1 else ""
             role: Role = "operator" if name in options.operators else "viewer"
             return User(name, role) if name else None
@@ -189,7 +189,7 @@ def _credentials_of(request: Request) -> tuple[str, str]:
 
 
 def is_here(name: str) -> bool:
-    """Return whether a name or an address is this machine's loopback."""
+    """Return whether a host is ``localhost`` or a loopback address."""
     address = _address_of(name)
     return name == "localhost" or (address is not None and address.is_loopback)
 

@@ -1,4 +1,4 @@
-"""The ASGI application: each page as HTML and as JSON, and errors."""
+"""The ASGI application: serves pages as HTML and as JSON, and renders errors."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Server:
         return self._html(request, "error", values, user, error.status_code, error.headers)
 
     async def _broken(self, request: Request, error: Exception) -> Response:
-        """Answer a request that our own fault has broken; Starlette logs the fault."""
+        """Answer a request that raised an unexpected exception; Starlette logs the exception."""
         failed = HTTPException(500, "An unexpected error. The server's log has the details.")
         return await self._failed(request, failed)
 
@@ -161,7 +161,7 @@ class Server:
 
 
 def _base(request: Request) -> str:
-    """Return the quoted path that the application is mounted at; empty for none."""
+    """Return the URL-quoted path that the application is mounted at; empty for the root."""
     return shown.quoted_path(request.scope.get("root_path", "").rstrip("/"))
 
 
@@ -177,7 +177,7 @@ def _here(request: Request) -> str:
 
 
 def _came_from(request: Request) -> str | None:
-    """Return the page that a browser came from, relative to the mount; None if not one of ours."""
+    """Return the page in the header ``Referer``, relative to the mount point; None if not ours."""
     start = f"//{request.headers['host']}{_base(request)}/"
     page = request.headers.get("referer", "").partition(start)[2]
     is_ours = page.partition("?")[0] in {each.path for each in PAGES if not each.is_action}
@@ -192,6 +192,6 @@ def _is_api(request: Request) -> bool:
 def _json(
     content: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    # ASCII: a text may contain half of a surrogate pair.
+    # ASCII: a string may contain half of a surrogate pair.
     text = json.dumps(shown.plain(content))
     return Response(text, status, headers, media_type="application/json")

@@ -1,7 +1,8 @@
 """Lay out charts without scripts: positions of bars, lines and labels, in percent of the plot.
 
-``charts.html`` draws them as SVG. Percentages keep the text unscaled at any width. Colours are
-classes of ``style.css``, because the page's content security policy forbids style attributes.
+``charts.html`` draws them as SVG. Positions in percent fit any width and do not scale the text.
+Colors are classes of ``style.css``, because the page's content security policy forbids style
+attributes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ STEPS: Final = (
     *(timedelta(weeks=each) for each in (1, 2, 4, 8)),
 )
 
-#: The most labels on the time axis, and the most gridlines above the base.
+#: The maximum number of labels on the time axis, and of gridlines above the base.
 MOST_TIMES, MOST_LINES = 7, 4
 
 #: The share of its column that a bar fills.
@@ -79,7 +80,7 @@ class Plot(NamedTuple):
     """A plot.
 
     Attributes:
-        columns: One per time step.
+        columns: One column per time step.
         bars: The bars that are not empty.
         path: The line, as the data of an SVG path in a square of 100 by 100.
         scale: The gridlines and their labels, the base first.
@@ -106,7 +107,7 @@ def plot(
         edges: The instants at which the steps begin, and the end of the last step.
         series: The values of each series, one per step; the first series stands on the base.
         zone: The time zone of the labels.
-        line: The instants and values of the line.
+        line: The points of the line, as instants and values.
         unit: The unit of the values, for the labels; without a unit, values are whole numbers.
     """
     start, end = edges[0], edges[-1]
@@ -158,14 +159,14 @@ def scale(most: float, *, whole: bool = True) -> list[float]:
 
 
 def number_labels(grid: Sequence[float], unit: str = "") -> list[str]:
-    """Format the numbers of an axis, all with the prefix of the last: 1,200; 0, 5k, 10k; 0.5 s."""
+    """Format the numbers of an axis, with one prefix for all: ``0``, ``5k``, ``10k``."""
     sizes = () if unit else ((1e9, "G"), (1e6, "M"), (1e3, "k"))
     size, letter = next((each for each in sizes if grid[-1] >= max(each[0], 1e4)), (1, ""))
     return [f"{each / size:,g}{letter if each else ''} {unit}".strip() for each in grid]
 
 
 def aligned(start: datetime, end: datetime, step: timedelta, zone: tzinfo) -> list[datetime]:
-    """Return evenly spaced instants of a clock or calendar that enclose a span of time.
+    """Return evenly spaced instants that enclose a span of time, such as every full hour.
 
     Args:
         start: The start of the span.
@@ -175,7 +176,7 @@ def aligned(start: datetime, end: datetime, step: timedelta, zone: tzinfo) -> li
     """
     local = start.astimezone(zone)
     at = local.replace(minute=0, second=0, microsecond=0)
-    if step < HOUR:  # minutes pass evenly also when the clock changes; hours follow the clock
+    if step < HOUR:  # clock changes do not shift full minutes; hours follow the clock
         local, at = local.astimezone(UTC), at.astimezone(UTC)
     else:
         at = at.replace(hour=0, fold=0) - (local.weekday() * DAY if step > 2 * DAY else 0 * DAY)

@@ -32,8 +32,8 @@ from celery_rabbitdelay.web.options import SETTING, hash_of
 def web(host: str, port: int, management: str | None, is_new: bool) -> None:
     """Serve a web page that shows waiting tasks and lets operators act on them.
 
-    The setting rabbitdelay_web defines viewers and operators. Without the setting, the page answers
-    this machine only, and is read-only.
+    The setting rabbitdelay_web defines viewers and operators. Without the setting, the page is
+    read-only, and serves only this machine.
     """
     delays = shared.delays()
     if is_new:
@@ -62,7 +62,7 @@ def web(host: str, port: int, management: str | None, is_new: bool) -> None:
             )
             raise InvalidSetting(SETTING, host, takes)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    # The options name the trusted proxies, so the server must not replace the peer's address.
+    # Our options list the trusted proxies, so uvicorn must not replace the peer's address.
     uvicorn.run(
         Server(site).application(),
         host=host,

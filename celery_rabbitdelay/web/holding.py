@@ -17,20 +17,20 @@ from celery_rabbitdelay.registry.query import Term
 from celery_rabbitdelay.web.site import counted, log_action
 from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
-#: How many of the newest jobs are read, and how many matching jobs the page lists.
+#: The maximum number of jobs to read, newest first, and of matching jobs to list.
 MOST_READ, LISTED = 10_000, 200
 
-#: The ages that jobs are filtered by, with their names on the page.
+#: The ages by which the page filters jobs, with their labels.
 AGES: Final = {
     "an hour": timedelta(hours=1),
     "a day": timedelta(days=1),
     "a week": timedelta(days=7),
 }
 
-#: The two kinds of names that can be paused; a name of one kind may also be of the other kind.
+#: A pause is for a task or for a queue. The page warns if only the other kind has the name.
 OTHER: Final = {"task": "queue", "queue": "task"}
 
-#: The readings that count held tasks, on Now once per horizon.
+#: The names of the cached readings that count held tasks; Now has one reading per horizon.
 OF_HELD: Final = ("kinds", "due in a ")
 
 #: How many names a form for a pause proposes.
@@ -134,5 +134,5 @@ def resume(request: ViewRequest) -> dict[str, object]:
 
 
 def _target(request: ViewRequest) -> tuple[str, str]:
-    """Return whether a form is about a task or a queue, and the name."""
+    """Return ``task`` or ``queue`` from a form, and the name of the task or queue."""
     return request.fields.one_of("what", OTHER, "task"), request.fields.needed("name")

@@ -28,10 +28,10 @@ from celery_rabbitdelay.web.view_request import ViewRequest
 from celery_rabbitdelay.web.workers import unserved
 
 #: Seconds between two readings of the tracked tasks, of the management API's statistics, and of
-#: the findings, which take some requests to that API per queue.
+#: the findings of ``verify``, which need several requests to that API per queue.
 DUE_PERIOD, SENT_PERIOD, FINDINGS_PERIOD = 5.0, 20.0, 60.0
 
-#: The spans of the histogram, and its steps.
+#: The time spans of the histogram, with the step of each span.
 HORIZONS: Final = {
     "minute": (MINUTE, timedelta(seconds=2)),
     "hour": (HOUR, timedelta(minutes=2)),
@@ -40,10 +40,10 @@ HORIZONS: Final = {
     "year": (365 * DAY, 7 * DAY),
 }
 
-#: How many series the histogram has besides "others".
+#: The number of series in the histogram besides "others".
 SERIES: Final = 5
 
-#: How many minutes the charts of the last hour cover.
+#: The number of minutes in the charts of the last hour.
 MINUTES: Final = 60
 
 #: The span and the step of the rate at which messages enter the levels, in seconds.
@@ -52,7 +52,7 @@ SENT = 3_600, 60
 #: The hint of Health while the management API does not answer.
 NEEDS: Final = (
     "The findings need the management API: rabbitmq-plugins enable rabbitmq_management, and a user "
-    "with the tag 'monitoring'. If it is not on the broker's host or has another user, set its URL "
+    "with the tag 'monitoring'. If the API has another host or another user, set its URL "
     "in the option 'management' of rabbitdelay_web, or with --management"
 )
 
@@ -62,8 +62,9 @@ class Waits(NamedTuple):
 
     Attributes:
         edges: The start of every step of the histogram, beginning now, and the end of the last.
-        kinds: Task counts per kind: total, due before each edge, and due within an hour.
-        left_out: The number of tasks of further kinds, which are not counted singly.
+        kinds: Task counts per kind (task name and queue): total, due before each edge, and due
+            within an hour.
+        left_out: The number of tasks of all other kinds; beyond a limit, kinds are not listed.
         due: The counts of the tasks that are due and have not arrived.
     """
 
@@ -146,7 +147,7 @@ def _look(site: Site, horizon: str) -> Waits:
 
 
 class Row(NamedTuple):
-    """Counts of the waiting tracked tasks of a name or for a queue.
+    """Counts of the waiting tracked tasks with one name, or for one queue.
 
     Attributes:
         name: The name of the task or the queue; empty for tasks that an exchange routes.
@@ -296,7 +297,7 @@ def _sent(site: Site) -> list[tuple[datetime, float]]:
 
 
 def findings_of(site: Site) -> Reading[Verification]:
-    """Return the latest findings of ``verify``; no page waits for new ones."""
+    """Return the latest findings of ``verify`` without waiting for new ones."""
 
     def look() -> Verification:
         url = site.options.management

@@ -1,4 +1,4 @@
-"""The options of the page (users and their roles, what it shows), and hashes of passwords."""
+"""The options of the web page, such as its users and their roles; password hashes."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class User(NamedTuple):
 class Options:
     """The options of the page.
 
-    Without any of ``users``, ``proxy_header`` and ``identify``, only this machine is answered.
+    Without any of ``users``, ``proxy_header`` and ``identify``, the page serves only this machine.
 
     Raises:
-        InvalidSetting: An option is wrong.
+        InvalidSetting: An option is invalid.
     """
 
-    #: The users, who send names and passwords by HTTP Basic authentication:
+    #: The users, who sign in by HTTP Basic authentication:
     #: ``{"ada": {"password": "sha256:...", "role": "operator"}}``. The default role is "viewer".
     #: ``celery rabbitdelay web --new-password`` makes a password and prints its hash.
     users: Mapping[str, Mapping[str, str]] | None = None
 
-    #: The header in which a proxy names the user that it has authenticated: "X-Remote-User".
+    #: The header in which a proxy names the authenticated user, such as "X-Remote-User".
     proxy_header: str | None = None
 
     #: The addresses or networks of that proxy, such as "10.0.0.5" or "10.1.0.0/16". Requests from
@@ -73,15 +73,14 @@ class Options:
     #: refuse the request; it is called in a thread.
     identify: Callable[[Mapping[str, Any]], User | None] | None = None
 
-    #: The role of all users of this machine, if only this machine is answered: "viewer" or
-    #: "operator".
+    #: The role of all users if the page serves only this machine: "viewer" or "operator".
     loopback_role: Role = "viewer"
 
     #: The host names of the page, such as "tasks.example.com". None: any name if users are
     #: identified, otherwise only the names of this machine.
     hosts: Sequence[str] | None = None
 
-    #: Whether the arguments of tasks and the bodies of messages are shown.
+    #: Whether the page shows the arguments of tasks and the bodies of messages.
     shows_arguments: bool = False
 
     #: A function that takes a task's name and the text of its arguments, and returns the text to
@@ -109,12 +108,12 @@ class Options:
         for name, user in (self.users or {}).items():
             _check_user(name, user)
         has_both = bool(self.proxy_header) == bool(self.proxies)
-        _check(has_both, "proxies", "set both of proxy_header and proxies, or none")
+        _check(has_both, "proxies", "set both proxy_header and proxies, or neither")
         _check(callable(self.identify or bool), "identify", "takes a function of an ASGI scope")
         _check(callable(self.mask or bool), "mask", "takes a function of a task's name and a text")
         _check(self.loopback_role in get_args(Role), "loopback_role", _ROLES)
         for name in ("proxies", "operators", "hosts"):
-            _check(not isinstance(getattr(self, name), str), name, "takes a list of texts")
+            _check(not isinstance(getattr(self, name), str), name, "takes a list of strings")
         self.proxy_networks  # noqa: B018 - raises if a network is wrong
         is_url = self.management is None or parts_of_url(str(self.management)) is not None
         _check(is_url, "management", "takes a URL such as http://user:password@host:15672")
@@ -130,7 +129,7 @@ class Options:
 
     @property
     def is_open(self) -> bool:
-        """Whether no option identifies users, so only this machine is answered."""
+        """Whether no option identifies users, so the page serves only this machine."""
         return self.users is None and self.proxy_header is None and self.identify is None
 
     def shown(self, task: str, text: str | None) -> str | None:
@@ -160,7 +159,7 @@ def _check_user(name: str, user: Mapping[str, str]) -> None:
 
 
 def _check(is_right: object, name: str, takes: str) -> None:
-    """Raise the error about an invalid option, without its value, which may be a secret."""
+    """Raise an error if an option is invalid; hide its value, which may be a secret."""
     if not is_right:
         raise InvalidSetting(f"{SETTING}[{name!r}]", HIDDEN, takes)
 
@@ -168,7 +167,7 @@ def _check(is_right: object, name: str, takes: str) -> None:
 def hash_of(password: str) -> str:
     """Hash a password.
 
-    Nobody can guess a password that ``--new-password`` has made, so a fast hash without a salt is
-    enough, and attempts need no limit.
+    The passwords that ``--new-password`` makes are too random to guess. So a fast hash without a
+    salt is enough, and the number of attempts needs no limit.
     """
     return f"sha256:{hashlib.sha256(password.encode()).hexdigest()}"

@@ -1,4 +1,4 @@
-"""The problems that Now lists: the most severe first, with the page that helps."""
+"""The problems that Now lists, the most severe first, each with the page that shows a remedy."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from celery_rabbitdelay.registry.states import Due
 from celery_rabbitdelay.web.shown import MOST_IN_ADDRESS
 from celery_rabbitdelay.web.site import Answer, Glance, is_awaited
 
-#: Seconds of lateness from which a probe is a problem.
+#: A probe that is later than this, in seconds, is a problem.
 LATE: Final = 10.0
 
-#: The codes of findings that other sources report earlier, and without the management API.
+#: The codes of findings that other readings report earlier, and without the management API.
 KNOWN_AT_ONCE: Final = ("publishers-blocked", "missing", "registry-unavailable", "module-unserved")
 
 
@@ -70,7 +70,7 @@ def problems(
         registry_error: The error of Redis; None if it answers.
         due: The tasks that are due and have not arrived.
         found: The findings of ``verify``; None if unknown.
-        unserved: The queues that tasks wait for and no worker consumes, and whether they exist.
+        unserved: The queues that tasks wait for and no worker consumes, and whether each exists.
         reasons: The reasons of the undeliverable messages that were read.
     """
     named = {kind.queue for kind in due.overdue}
@@ -86,7 +86,7 @@ def problems(
 
 
 def awaited(words: str, reading: Reading[Any], period: float, page: str) -> Iterator[Problem]:
-    """Yield the note that a reading is being taken, with the age of the old one."""
+    """Yield a note if a new reading is under way, with the age of the latest reading."""
     if is_awaited(reading, period):
         age = "" if reading.taken is None else f"; the last answer came {left(reading.taken)}"
         yield Problem("note", f"{words}{age}", page=page, shape="waiting")

@@ -22,10 +22,10 @@ from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 #: The prefix of an interval rule; milliseconds follow.
 EVERY: Final = "every "
 
-#: Seconds after its due time from which an occurrence counts as missing.
+#: An occurrence that is later than this, in seconds, counts as missing.
 MISSING: Final = 60.0
 
-#: The most runs on the time line: of one schedule, and of all.
+#: The maximum number of runs on the time line: of one schedule, and of all schedules.
 MOST_RUNS, MOST_OF_ALL = 12, 200
 
 #: The error for an unknown name.

@@ -14,8 +14,8 @@ from celery_rabbitdelay.registry.query import Span, kinds_of
 from celery_rabbitdelay.registry.search import SOON, Search
 from celery_rabbitdelay.web.view_request import ViewRequest
 
-#: The most records that a page of a search reads if no index holds exactly the matching tasks; and
-#: the most if it reads arguments, too.
+#: The maximum number of records that one page of a search reads if no index contains exactly the
+#: matching tasks; and the maximum if the search also reads arguments.
 MOST_READ, MOST_READ_WHOLE = 1_000, 500
 
 #: How many of the newest jobs are counted beside a search.
@@ -30,7 +30,7 @@ class Found(NamedTuple):
 
     Attributes:
         tasks: The tasks, the next one first.
-        next: The task that the next page follows: its due time, in milliseconds since 1970-01-01
+        next: The last task before the next page: its due time, in milliseconds since 1970-01-01
             UTC, and its id. None on the last page. A page with ``next`` may have fewer tasks than
             wanted, or none, because a page reads a limited number of records.
     """
@@ -68,12 +68,15 @@ class PagedSearch(Search):
 
     @property
     def most_read(self) -> int:
-        """The most records that one page of the search reads."""
+        """The maximum number of records that one page of the search reads."""
         return MOST_READ if self.filter.where_message is None else MOST_READ_WHOLE
 
     @property
     def cancelled(self) -> int:
-        """How many tasks of the search's kinds are cancelled and not due yet; 0 with id or key."""
+        """How many tasks of the search's kinds are cancelled and not due yet.
+
+        0 if the search has an id or a key.
+        """
         names_tasks = self.query.named("id") or self.query.named("key")
         kinds = () if names_tasks else kinds_of(self.query, self.context)
         return sum(each.cancelled for each in self.summary.kinds if each.kind in kinds)
@@ -83,7 +86,7 @@ class PagedSearch(Search):
 
         Args:
             after: The due time and the id of the task before the page; None for the first page.
-            most: The most tasks of the page.
+            most: The maximum number of tasks on the page.
 
         Raises:
             RegistryUnavailable: Redis does not answer.
@@ -100,7 +103,7 @@ class PagedSearch(Search):
         return Found(tasks, last if read >= most_read else None)
 
     def counted(self) -> tuple[Found | None, int, bool]:
-        """Count the matching tasks: return the records read, the count, and if there may be more.
+        """Return the tasks read, if any, the count of matching tasks, and if there may be more.
 
         Raises:
             RegistryUnavailable: Redis does not answer.
@@ -149,7 +152,7 @@ class PagedSearch(Search):
     def _number(
         self, kind: KindCounts, whole: Span, start: int | None = None, end: int | None = None
     ) -> int:
-        """Return how many tasks of a kind are due in a part of a span of time."""
+        """Return how many tasks of a kind are due between two instants, within a span of time."""
         start, end = whole.cut(start, end)
         last = kind.total if end is None else kind.before[end]
         return max(last - (0 if start is None else kind.before[start]), 0)

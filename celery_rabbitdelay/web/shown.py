@@ -1,4 +1,4 @@
-"""Format untrusted texts and other values for pages and JSON."""
+"""Format untrusted strings and other values for pages and JSON."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from fractions import Fraction
 from typing import Final
 from urllib.parse import quote
 
-#: The most characters of a text on a page, and in JSON; longer texts are cut.
+#: The maximum length of a string on a page, and in JSON; longer strings are cut.
 MOST_SHOWN, MOST_TOLD = 200, 10_000
 
-#: The most characters of an id in an address; browsers and servers accept some thousands.
+#: The maximum length of an id in an address; browsers and servers accept some thousand characters.
 MOST_IN_ADDRESS: Final = 1_000
 
 
 def printable(value: object, most: int = MOST_SHOWN) -> str:
-    """Escape unprintable characters, so that a text cannot hide or reorder what a reader sees.
+    """Escape unprintable characters, so that a string cannot hide or reorder what a reader sees.
 
     These are control and format characters, including bidirectional controls, and lone surrogates.
 
     Args:
         value: The text.
-        most: The most characters to keep.
+        most: The maximum number of characters to keep.
     """
     text = str(value)
     shown = "".join(
@@ -33,19 +33,19 @@ def printable(value: object, most: int = MOST_SHOWN) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote a text for an address, including lone surrogates."""
+    """Quote a string for an address, including lone surrogates."""
     return quote(text, safe="", errors="surrogatepass")
 
 
 def fullness(messages: int) -> int:
-    """Return the shade of a digit's cell, from 0 (empty) to 9 (a hundred million or more)."""
+    """Return the shade of a digit queue's cell, from 0 (empty) to 9 (100 million or more)."""
     return min(len(str(messages)), 9) if messages else 0
 
 
 def plain(value: object) -> object:
     """Convert a value for JSON.
 
-    Instants become ISO 8601 texts, lengths of time seconds, named tuples objects.
+    Instants become ISO 8601 strings, lengths of time seconds, named tuples objects.
     """
     match value:
         case str():
@@ -69,5 +69,5 @@ def plain(value: object) -> object:
 
 
 def quoted_path(path: str) -> str:
-    """Quote a path for an address; ``//`` cannot name another server."""
+    """Quote a path for an address; also quote ``//``, which could name another server."""
     return quote(path, errors="surrogatepass").replace("//", "/%2F")

@@ -24,11 +24,11 @@ from celery_rabbitdelay.web.deciding import seen
 from celery_rabbitdelay.web.site import Glance, Site, Verb, Work
 from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
-#: Seconds between two readings, the most messages that are read, and the largest body, in bytes,
-#: that is kept.
+#: Seconds between two readings, the maximum number of messages to read, and the largest body, in
+#: bytes, that is kept.
 PERIOD, MOST_READ, MOST_BODY = 30.0, 1_000, 16_384
 
-#: The most bytes of a body on a page and in its JSON.
+#: The maximum number of bytes of a body on a page and in its JSON.
 SHOWN_BODY: Final = 2_000
 
 #: How many messages the page lists, and how many tasks and queues it offers as filters.
@@ -54,7 +54,7 @@ class Kept(NamedTuple):
     """A cached message.
 
     Attributes:
-        number: The message's place in the queue, from 1.
+        number: The message's position in the queue, from 1.
         name: The message's name, stable across readings; copies of one message share a name.
         message: The message; a body over :data:`MOST_BODY` bytes is left out.
         body: The displayed part of the body.
@@ -67,7 +67,7 @@ class Kept(NamedTuple):
 
 
 def _latest(site: Site, patience: float | None = None) -> Reading[list[Kept]]:
-    """Return the oldest messages that could not be delivered."""
+    """Return the oldest undeliverable messages, from a cached reading."""
 
     def kept(connection: Connection) -> list[Kept]:
         found = read.undeliverable_messages(connection, site.delays.topology, MOST_READ)
@@ -92,7 +92,7 @@ def reasons(site: Site, glance: Glance) -> Counter[str]:
 
 
 def _name(found: read.UndeliverableMessage) -> str:
-    """Return a message's name: a hash without headers and place, which the broker changes."""
+    """Return a message's name: a hash without headers and position, which the broker changes."""
     parts = found.exchange, found.routing_key, found.found.task_id, sorted(found.properties.items())
     return hashlib.sha256(repr(parts).encode() + found.body).hexdigest()[:20]
 
@@ -127,7 +127,7 @@ def _count(kept: list[Kept], wanted: UndeliverableFilter, name: str) -> dict[str
 
 
 def _listed(kept: Kept) -> dict[str, object]:
-    """Return a message's line in the list: its task, or its origin if it has none."""
+    """Return a message's line in the list: its task, or without a task its origin."""
     headers = kept.message.headers
     key, x_delay = headers.get(KEY), headers.get(X_DELAY)
     return {

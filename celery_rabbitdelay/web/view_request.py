@@ -20,17 +20,17 @@ from celery_rabbitdelay.metrics.reading import why
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.site import Site
 
-#: The answer of pages about single tasks if no registry is configured.
+#: The response of pages about single tasks if no registry is configured.
 NEEDS: Final = (
     "This needs the registry: pip install 'celery-rabbitdelay[registry]', set "
     "rabbitdelay_registry_url to the URL of a Redis, and rabbitdelay_track to 'all'"
 )
 
-#: The most fields, and the most bytes, of a form.
+#: The maximum number of fields, and of bytes, of a form.
 MOST_FIELDS, MOST_BYTES = 2_000, 2**20
 
-#: The prefix of fields whose values are quoted once more, because browsers change control
-#: characters in the fields of a form.
+#: The prefix of form fields with URL-quoted values: browsers would change control characters in
+#: unquoted values.
 QUOTED: Final = "quoted-"
 
 
@@ -86,7 +86,7 @@ class Fields(ImmutableMultiDict[str, str]):
         return {name: self.get(name) for name in names}
 
     def address(self, **changed: str | None) -> str:
-        """Return the fields as the query of an address, with changes; None leaves a field out."""
+        """Return the fields as a query string, with changes; None removes a field."""
         kept = [(name, value) for name, value in self.multi_items() if name not in changed]
         new = [(name, value) for name, value in changed.items() if value is not None]
         return urlencode([*kept, *new], errors="surrogatepass")

@@ -19,10 +19,10 @@ from celery_rabbitdelay.web.shown import MOST_IN_ADDRESS
 from celery_rabbitdelay.web.site import STATUS_PERIOD, counted
 from celery_rabbitdelay.web.view_request import Fields, ViewRequest, Wrong
 
-#: The default number of tasks on a page, and the most.
+#: The default number of tasks on a page, and the maximum.
 PAGE, MOST = 50, 500
 
-#: The most tasks that the pages so far can have listed.
+#: The largest valid number of tasks that the previous pages have listed.
 MOST_SEEN: Final = 10**9
 
 #: How many values of a term are counted: the most frequent.
@@ -37,7 +37,7 @@ COMPLETED: Final = 50
 
 
 def found_before(fields: Fields) -> int:
-    """Return how many tasks a search has found so far, on its pages before."""
+    """Return how many tasks the previous pages of a search have listed."""
     return fields.number("so_far", 1, MOST_SEEN) if "so_far" in fields else 0
 
 
@@ -46,7 +46,7 @@ def waiting(request: ViewRequest) -> dict[str, object]:
     fields, search = request.fields, PagedSearch.of_request(request)
     limit, after = fields.number("limit", PAGE, MOST), _place(request)
     before = found_before(fields)
-    most = limit - before % limit  # this page may have begun with the tasks of another request
+    most = limit - before % limit  # an earlier request may have filled a part of this page
     is_counted = after is None or not search.needs_records
     read, count, may_be_more = search.counted() if is_counted else (None, None, False)
     found = search.found(after, most) if after or read is None else read.first(most)
@@ -63,7 +63,7 @@ def waiting(request: ViewRequest) -> dict[str, object]:
         "so_far": so_far,
         "limit": limit,
         "next_address": place and following,
-        # The page has read its limit of records without finding enough tasks.
+        # The request has read as many records as it may, and has not filled the page.
         "is_short": place is not None and len(found.tasks) < most,
         "searched_until": found.next and instant_of(found.next[0]),
         "facets": {} if count is None else dict(_facets(request, search, search.counts(read))),
@@ -140,5 +140,5 @@ def _place(request: ViewRequest) -> tuple[int, str] | None:
         return None
     due_ms, _, task_id = request.fields.needed("after").partition(":")
     if not is_digits(due_ms, LATEST_MS):
-        raise Wrong("after", "takes the field 'next' of the page before")
+        raise Wrong("after", "takes the field 'next' of the previous page")
     return int(due_ms), task_id

@@ -1,4 +1,4 @@
-"""The page Workers: the workers' activity, and differences of their versions and settings."""
+"""The page Workers: the workers' activity, and differences between their versions and settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.web.site import PATIENCE, WORKERS_PERIOD, Answer, Site, counted, is_awaited
 from celery_rabbitdelay.web.view_request import ViewRequest
 
-#: Seconds between two checks for queues without a worker, and the most queues that are checked.
+#: Seconds between two checks for queues without a worker, and the maximum of queues to check.
 UNSERVED_PERIOD, MOST_QUEUES = 10.0, 100
 
 
@@ -63,7 +63,7 @@ def _of(value: object, kind: type, otherwise: object) -> Any:
 
 
 def unserved(site: Site) -> Mapping[str, bool]:
-    """Return the queues that tracked tasks wait for and no worker consumes, and whether they exist.
+    """Return the queues that tracked tasks wait for and no worker consumes; whether each exists.
 
     Empty if unknown.
     """
@@ -84,7 +84,7 @@ def _unserved(site: Site) -> Mapping[str, bool]:
 
 
 def _texts(answer: Answer, kind: str) -> dict[str, str]:
-    """Return the versions or the settings of a worker; values that are not texts are left out."""
+    """Return the versions or the settings of a worker; values that are not strings are left out."""
     found = _of(_of(answer.get(ABOUT), dict, {}).get(kind), dict, {})
     return {str(name): value for name, value in found.items() if isinstance(value, str)}
 

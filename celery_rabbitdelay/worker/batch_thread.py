@@ -136,7 +136,7 @@ class BatchThread(ABC, Generic[ItemT]):
             try:
                 work()
             except Exception:  # the thread must not end
-                logger.exception("%s: a batch failed; the thread continues.", self.name)
+                logger.exception("%s: unexpected error in a batch; the thread continues", self.name)
             work = partial(self.work, self._next_batch())
 
     def _run_actions(self) -> None:

@@ -101,7 +101,7 @@ def id_of(message: Message) -> str:
 
 
 def shown(task_id: object) -> str:
-    """Return a task's id, escaped for the log: a client may choose any text as an id."""
+    """Return a task's id, escaped for the log: a client may choose any string as an id."""
     return shortened(task_id).strip("'")
 
 

@@ -80,7 +80,7 @@ class Origins:
         else:
             return exchange, routing_key
         logger.warning(
-            "Task %s names the origin %r, but its retries go to the queue %r, because %s.",
+            "Task %s: headers name the origin %r, but retries go to the queue %r, because %s.",
             celery_internals.shown(message.headers.get("id")),
             (exchange, routing_key),
             queue,

@@ -6,7 +6,7 @@
 --       mark of this arrival, the names of the arrivals that put the message back (between dots), the latest
 --       generation of which this arrival may replace any arrival, whether the task was sent with an option of
 --       the registry, the instant until which the task was last put back, the verdict of its key and job
---       ("run", "later", "expired", "superseded" or "replaced", or a text that begins with "!" if one of them
+--       ("run", "later", "expired", "superseded" or "replaced", or a string that begins with "!" if one of them
 --       cannot be read), the reason to record if that verdict drops the task, and whether the task is paused;
 --       then whether to record the decision ("1")
 -- Returns per task the verdict, "paused" if only a pause keeps the task from running, or the due time that the

@@ -1,7 +1,7 @@
 -- Find the newest task of a key: the largest order wins, and among equal orders the greater id. The result
 -- does not depend on the order of the calls.
 --
--- KEYS  the record of every key: a text with the order and the id of its newest task
+-- KEYS  the record of every key: a string with the order and the id of its newest task
 -- ARGV  per key: order, task id, due
 -- Returns per key "newest", a space, and the id of the previous newest task; "superseded"; or "replaced" if
 -- the newest message of the key is another message of the same task.

@@ -15,7 +15,7 @@
 --       open ("open"), or when its task is due ("join"); for how many further milliseconds its name stays taken
 -- Returns {state, id, expires}, and "now" if this call is the first to find that the job was not committed in
 -- time; an empty state if the job does not exist. "open" returns "opened", or the state of the job that has
--- the name. If the record cannot be read, a text that begins with "!".
+-- the name. If the record cannot be read, a string that begins with "!".
 
 local states, now_ms = {open = true, committed = true, aborted = true}, clock()
 

@@ -4,7 +4,7 @@
 --       if the pause has one
 -- ARGV  "pause", "resume" or "look"; the field; the end, empty for none ("look" needs neither)
 -- Returns the start of the pause, empty if there is none; for "look" a list of alternating fields and values.
--- If the hash cannot be read, a text that begins with "!".
+-- If the hash cannot be read, a string that begins with "!".
 
 local now_ms = clock()
 

@@ -29,7 +29,7 @@
 -- again under its id, after it has run, begins a new life: 1, 2, and so on. A message whose sender could
 -- not ask Redis for its life has a life of its own: -1, or "?" and its name.
 
--- A time-travelling test adds its own time to the first argument, in microseconds, and shortens the
+-- A time-traveling test adds its own time to the first argument, in microseconds, and shortens the
 -- expiry of all keys as it travels.
 
 local keep_ms, own_us = string.match(ARGV[1], '^(%d+) ?(%d*)$')
@@ -60,7 +60,7 @@ local function of_each_key(say)
   local answers = {}
   for number, key in ipairs(KEYS) do
     local is_readable, answer = pcall(say, key, unpack(given[number]))
-    -- An error of Redis is a table, an error of Lua is a text.
+    -- An error of Redis is a table, an error of Lua is a string.
     answers[number] = is_readable and answer
       or '!' .. tostring(type(answer) == 'table' and answer.err or answer)
   end

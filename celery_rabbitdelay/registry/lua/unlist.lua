@@ -2,7 +2,7 @@
 --
 -- KEYS  the record of every task
 -- ARGV  per task: the order of the task that supersedes it
--- Returns an empty text per task.
+-- Returns an empty string per task.
 
 return cjson.encode(of_each_key(function(record, newer)
   local order = redis.call('HGET', record, 'order')

@@ -2,7 +2,7 @@
 --
 -- KEYS  the record; see decide.lua
 -- ARGV  alternating names and values of fields; an empty value deletes the field
--- Returns an empty text.
+-- Returns an empty string.
 
 local function note(record, field, value, ...)
   if field then

@@ -81,7 +81,7 @@ def test_headers_are_read_and_what_is_invalid_counts_as_missing(found: dict[Any,
     assert repr(headers.unopened(found).to_headers()) == repr(kept)
 
 
-TIME, COUNT, NUMBER = "milliseconds since 1970", "a count", "a number as a text"
+TIME, COUNT, NUMBER = "milliseconds since 1970", "a count", "a number as a string"
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ TIME, COUNT, NUMBER = "milliseconds since 1970", "a count", "a number as a text"
             headers.EXPIRATION,
             ("0", "4294967295"),
             ("4294967296", "", "-1", "1.5", 5),
-            "a number of milliseconds, as a text",
+            "a number of milliseconds, as a string",
         ),
         (headers.EARLY, ({},), (5,), "a table"),
         (headers.ATTEMPTS, (1, 2**31), (0, 2**31 + 1), COUNT),
         (headers.FAILED_SINCE, (1, MAX_MS), (0, MAX_MS + 1), TIME),
-        (headers.REASON, ("",), (5,), "a text"),
+        (headers.REASON, ("",), (5,), "a string"),
         (headers.REDRIVEN, (0, 2**31), (-1, 2**31 + 1), COUNT),
         (headers.QUEUE, ("q",), ("", b"q"), "a queue's name"),
         (

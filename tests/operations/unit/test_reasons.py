@@ -143,12 +143,12 @@ TOO_LATE = 253_402_300_800_000
             for due in ("soon", True, -1, float("nan"), [1])
         ),
         ({headers.DUE: TOO_LATE}, f"{NO_INSTANT.format(TOO_LATE)}an instant before the year 10000"),
-        *(({name: 5}, f"its header {name} is 5, not a text") for name in ("id", "task")),
+        *(({name: 5}, f"its header {name} is 5, not a string") for name in ("id", "task")),
         *(({"x-death": death}, f"is {death!r}, {NO_DEATH}") for death in (5, [5], ["x"])),
         ({"x-death": [{"queue": 5}]}, "[{'queue': 5}], " + NO_DEATH),
         ({"x-death": [{"queue": "q", "routing-keys": [5]}]}, NO_DEATH),
         ({"x-death": [{"routing-keys": ["0." * 10**6]}]}, NO_DEATH),
-        ({"id": 5, headers.DUE: "soon"}, "milliseconds since 1970; its header id is 5, not a text"),
+        ({"id": 5, headers.DUE: "soon"}, "since 1970; its header id is 5, not a string"),
     ],
 )
 def test_a_header_that_cannot_be_read_is_named_beside_the_reason(odd: Any, notes: str) -> None:

@@ -151,7 +151,7 @@ def test_the_registry_is_told_of_a_job_that_was_committed_and_without_it_the_not
     assert (list(distribution.receive(note())), told) == ([], [("june", "1")])
     # Nobody has signed the name of the job, but its id.
     for wrong in ({JOB_ID: "2"}, {JOB: 7}, {JOB_ID: None}):
-        with pytest.raises(UnprocessableMessage, match=r"names no valid job|job is 7, not a text"):
+        with pytest.raises(UnprocessableMessage, match=r"names no valid job|is 7, not a string"):
             list(distribution.receive(note(**wrong)))
     assert len(told) == 1
 

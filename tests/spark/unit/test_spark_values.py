@@ -89,7 +89,7 @@ def test_a_row_has_the_arguments_and_the_delay_of_its_columns() -> None:
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [
-        ({"args": (T.StringType(), ["{}"])}, "the JSON of its args is not a list"),
+        ({"args": (T.StringType(), ["{}"])}, "its args is JSON, but not a list"),
         ({"kwargs": (T.StringType(), ["[1"])}, "its kwargs is not JSON"),
         ({"delay": (T.DoubleType(), [None])}, "its delay is null"),
     ],

@@ -257,7 +257,7 @@ def test_a_wrong_option_says_what_it_takes_and_not_its_value(make: Make) -> None
         ({"users": {"ada": {}}}, "is not hashed"),
         ({"users": {"ada": {**USERS["ada"], "role": "admin"}}}, "takes one of viewer, operator"),
         ({"users": USERS, "identify": print}, "only one of users, proxy_header and identify"),
-        ({"proxies": ["10.0.0.1"]}, "set both of proxy_header and proxies"),
+        ({"proxies": ["10.0.0.1"]}, "set both proxy_header and proxies"),
         ({"proxy_header": "X-User", "proxies": ["here"]}, "takes addresses and networks"),
         ({"users": {"ada:b": USERS["ada"]}}, "the name 'ada:b' has a colon"),
         ({"secret": "secret word"}, "no such option"),
