@@ -21,7 +21,7 @@ from celery_rabbitdelay.operations.mover import Place
 from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport, UndeliverableFilter
 from celery_rabbitdelay.web.charts import DAY
 from celery_rabbitdelay.web.deciding import seen
-from celery_rabbitdelay.web.site import Glance, Site, Verb, Work
+from celery_rabbitdelay.web.site import Glance, Site, Work
 from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
 #: Seconds between two readings, the most messages that are read, and the largest body, in bytes,
@@ -41,7 +41,7 @@ DAYS: Final = {"today": (None, 0), "yesterday": (0, 1), "earlier": (1, None)}
 STOPPED: Final = "stopped on the page"
 
 #: The actions, with their names in the log and on the pages.
-ACTIONS: Final = {"redrive": Verb("redriving", "redriven"), "purge": Verb("deleting", "deleted")}
+ACTIONS: Final = {"redrive": "redriven", "purge": "deleted"}
 
 #: The headers with a task's arguments.
 ARGUMENTS: Final = frozenset({"argsrepr", "kwargsrepr"})
@@ -167,7 +167,10 @@ def _record(request: ViewRequest, kept: Kept) -> dict[str, Any]:
 def confirm(request: ViewRequest) -> dict[str, object]:
     """Count the matching messages, and report the outcome of a dry run."""
     action = request.fields.one_of("action", ACTIONS, "redrive")
-    report = _remove(request, action, _filter(request).matches, dry_run=True)
+    try:
+        report = _remove(request, action, _filter(request).matches, dry_run=True)
+    except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
+        raise Wrong(action, str(wrong)) from wrong
     return {"action": action, "report": vars(report), "filter": request.fields.filter(FILTERS)}
 
 
@@ -221,10 +224,7 @@ def _remove(request: ViewRequest, action: str, matches: Matches, **options: Any)
     redrive = partial(
         read.redrive_application, site.delays, matches=matches, redriving=redriving, **options
     )
-    try:
-        return site.ask(redrive)
-    except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
-        raise Wrong(action, str(wrong)) from wrong
+    return site.ask(redrive)
 
 
 def _filter(request: ViewRequest) -> UndeliverableFilter:
