@@ -8,7 +8,7 @@ it, so the pages also work without scripts.
 
 Read ``options`` first (the options, and password hashes), then ``access`` (who sends a
 request, and the headers of every answer). ``site`` holds what all requests share: cached readings
-of the servers, and long actions. A view takes a ``view_request.ViewRequest`` and
+of the servers, and actions. A view takes a ``view_request.ViewRequest`` and
 returns the content of its page and its JSON. The views are named like their pages: ``now`` (Now,
 Health), ``levels``, ``waiting``, ``deciding`` (cancel, postpone, run now), ``undeliverable`` and so
 on; ``pages`` is the table of them. ``query`` is the search language, and ``search`` runs it.

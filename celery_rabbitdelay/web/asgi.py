@@ -34,7 +34,7 @@ class Server:
     """Answers requests.
 
     Args:
-        site: The readings and long actions that all requests share.
+        site: The readings and actions that all requests share.
     """
 
     def __init__(self, site: Site) -> None:
@@ -127,7 +127,7 @@ class Server:
             with suppress(HTTPException):
                 user = await self._access.user(request)
         q, back = request.query_params.get("q", ""), _came_from(request)
-        values = {"user": user, "error": error, "q": q, "back": back}
+        values = {"page": None, "user": user, "error": error, "q": q, "back": back}
         return HTMLResponse(self._html(request, "error", values), error.status_code, error.headers)
 
     async def _broken(self, request: Request, error: Exception) -> Response:
@@ -137,8 +137,8 @@ class Server:
 
     def _html(self, request: Request, template: str, values: Mapping[str, object]) -> bytes:
         """Render a page."""
-        base, path = _base(request), _path(request)
-        shared = {"base": base, "here": f"{base}{_here(request)}", "path": path, "page": None}
+        base, path, query = _base(request), _path(request), request.url.query
+        shared = {"base": base, "path": path, "here": f"{base}{path}?{query}".removesuffix("?")}
         text = self._templates.get_template(f"{template}.html").render({**shared, **values})
         return text.encode("utf-8", "backslashreplace")
 
@@ -152,11 +152,6 @@ def _path(request: Request) -> str:
     """Return the URL-quoted path, relative to the mount point."""
     path: str = request.scope["path"]
     return shown.quoted_path(path.removeprefix(request.scope.get("root_path", "")) or "/")
-
-
-def _here(request: Request) -> str:
-    """Return the URL-quoted path, relative to the mount point, with the query."""
-    return f"{_path(request)}?{request.url.query}".removesuffix("?")
 
 
 def _came_from(request: Request) -> str | None:

@@ -52,7 +52,7 @@ PAGES: Final = (
     _action("waiting/confirm", deciding.select, "Are you sure?", "confirm"),
     Page("waiting/all", deciding.confirm, "Are you sure?", "confirm"),
     _action("waiting/decide", deciding.decide),
-    Page("work", deciding.work, "Actions", "work", refresh=1),
+    Page("work", deciding.work, "Actions", "work"),
     _action("work/stop", deciding.stop),
     _in_menu("undeliverable", undeliverable.undeliverable, "Undeliverable", "undeliverable"),
     Page("undeliverable/message", undeliverable.message, "Message", "message"),

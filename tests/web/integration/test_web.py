@@ -1181,10 +1181,13 @@ def test_a_purge_shows_its_progress_and_can_be_stopped(
     wait_for(lambda: read_so_far[0] == 4, "the fourth message", PATIENCE)
     (told,) = browser.get(f"/api{where}").json()["works"]
     assert (told["state"], told["total"]) == ("running", 6)
+    polls = 'hx-trigger="every 1s"'
+    assert polls in browser.get(where).text
     browser.post("/work/stop", key=where.partition("=")[2])
     may_go_on.set()
     told = ended(browser, begun)
     assert (told["state"], told["error"]) == ("stopped", None)
+    assert polls not in browser.get(where).text
     assert 3 <= told["done"] < 6
     wait_for(lambda: count(connection, queue) == 6 - told["done"], "those that stay", PATIENCE)
 
