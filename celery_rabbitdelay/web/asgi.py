@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -27,7 +26,6 @@ from celery_rabbitdelay.registry import durations
 from celery_rabbitdelay.registry.query import Term
 from celery_rabbitdelay.web import charts, shown
 from celery_rabbitdelay.web.access import Access, Shield
-from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.pages import PAGES, Page
 from celery_rabbitdelay.web.site import Site
 from celery_rabbitdelay.web.view_request import Fields, ViewRequest, fields_of, form_of
@@ -37,7 +35,7 @@ class Server:
     """Answers requests.
 
     Args:
-        site: The readings and long actions that all requests share.
+        site: The readings and actions that all requests share.
     """
 
     def __init__(self, site: Site) -> None:
@@ -93,14 +91,14 @@ class Server:
     def _endpoint(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             user = await self._access.user(request)
-            view_request = ViewRequest(self._site, user, fields_of(request.url.query.encode()))
+            fields = fields_of(request.url.query.encode())
             if page.is_action:
                 form = await form_of(request)
                 if not user.may_act:
                     name = shown.printable(user.name)
                     raise HTTPException(403, f"{name} is a viewer: only operators may act.")
-                fields = [*view_request.fields.multi_items(), *form.multi_items()]
-                view_request = replace(view_request, fields=Fields(fields))
+                fields = Fields([*fields.multi_items(), *form.multi_items()])
+            view_request = ViewRequest(self._site, user, fields)
             try:
                 content = await run_in_threadpool(page.view, view_request)
             except InvalidSearch as wrong:
@@ -112,8 +110,8 @@ class Server:
                 return _json(content)
             if "see" in content:
                 return RedirectResponse(f"{_base(request)}/{content['see']}", 303)
-            values = {"page": page, "request": view_request, **content}
-            return self._html(request, page.template, values, user)
+            values = {"user": user, "page": page, "request": view_request, **content}
+            return HTMLResponse(self._html(request, page.template, values))
 
         return answer
 
@@ -131,33 +129,21 @@ class Server:
         if error.status_code != 401:
             with suppress(HTTPException):
                 user = await self._access.user(request)
-        values = {"why": error.detail, "error": error, "q": request.query_params.get("q", "")}
-        values["back"] = _came_from(request)
-        return self._html(request, "error", values, user, error.status_code, error.headers)
+        q, back = request.query_params.get("q", ""), _came_from(request)
+        values = {"page": None, "user": user, "error": error, "q": q, "back": back}
+        return HTMLResponse(self._html(request, "error", values), error.status_code, error.headers)
 
     async def _broken(self, request: Request, error: Exception) -> Response:
         """Answer a request that raised an unexpected exception; Starlette logs the exception."""
         failed = HTTPException(500, "An unexpected error. The server's log has the details.")
         return await self._failed(request, failed)
 
-    def _html(
-        self,
-        request: Request,
-        template: str,
-        values: Mapping[str, object],
-        user: User | None,
-        status: int = 200,
-        headers: Mapping[str, str] | None = None,
-    ) -> HTMLResponse:
-        shared = {
-            "base": _base(request),
-            "here": f"{_base(request)}{_here(request)}",
-            "path": _path(request),
-            "user": user,
-            "page": None,
-        }
+    def _html(self, request: Request, template: str, values: Mapping[str, object]) -> bytes:
+        """Render a page."""
+        base, path, query = _base(request), _path(request), request.url.query
+        shared = {"base": base, "path": path, "here": f"{base}{path}?{query}".removesuffix("?")}
         text = self._templates.get_template(f"{template}.html").render({**shared, **values})
-        return HTMLResponse(text.encode("utf-8", "backslashreplace"), status, headers)
+        return text.encode("utf-8", "backslashreplace")
 
 
 def _base(request: Request) -> str:
@@ -169,11 +155,6 @@ def _path(request: Request) -> str:
     """Return the URL-quoted path, relative to the mount point."""
     path: str = request.scope["path"]
     return shown.quoted_path(path.removeprefix(request.scope.get("root_path", "")) or "/")
-
-
-def _here(request: Request) -> str:
-    """Return the URL-quoted path, relative to the mount point, with the query."""
-    return f"{_path(request)}?{request.url.query}".removesuffix("?")
 
 
 def _came_from(request: Request) -> str | None:

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
 from typing import Final, TypeAlias
-
-from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import InvalidDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, check_max_delay, instant_of, milliseconds_of
-from celery_rabbitdelay.metrics.reading import AWAY, why
 from celery_rabbitdelay.registry.commands import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
-from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.record import TaskState, record_of
-from celery_rabbitdelay.registry.search import Search
 from celery_rabbitdelay.web.search import PagedSearch
-from celery_rabbitdelay.web.site import Verb, Work, in_batches, log_action
-from celery_rabbitdelay.web.view_request import Fields, ViewRequest, Wrong
+from celery_rabbitdelay.web.site import Work, in_batches, log_action
+from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 from celery_rabbitdelay.web.waiting import found_before, rows
 
 #: The actions, with their names in the log and on the pages.
-ACTIONS: Final = {
-    "cancel": Verb("cancelling", "cancelled"),
-    "postpone": Verb("postponing", "postponed"),
-    "run-now": Verb("running now", "run now"),
-}
+ACTIONS: Final = {"cancel": "cancelled", "postpone": "postponed", "run-now": "run now"}
 
 #: How many tasks the confirmation lists.
 SHOWN: Final = 10
@@ -50,52 +40,39 @@ OUTCOMES: Final = {**{each.value: WORDS[each] for each in WORDS}, KEPT: "unchang
 Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
 
 
-def decide(action: str, request: ViewRequest) -> dict[str, object]:
-    """Cancel, postpone or run the selected tasks one by one, up to the first error."""
-    until, ids, delays = _until(request, action), _ids(request), request.with_registry
-    outcomes: list[tuple[str, str]] = []
-    error = None
-    try:
-        for each in ids:
-            outcomes.append((_decide(delays, each, until), each))
-    except AWAY as failed:
-        error = why(failed)
-    fields = Fields([("action", action), ("back", _back(request)), *outcomes])
-    told = decided(replace(request, fields=fields))
-    log_action(request.user, ACTIONS[action].done, len(fields.getlist(Outcome.DONE.value)), ids)
-    if error is None:
-        return _with_address("waiting/decided", fields, told)
-    return {**told, "left": ids[len(outcomes) :], "error": error}
-
-
-def decided(request: ViewRequest) -> dict[str, object]:
-    """Return the outcomes of an action on selected tasks, which are in the address."""
-    fields = request.fields
-    return {
-        "action": ACTIONS[fields.one_of("action", ACTIONS, "cancel")].done,
-        "done": len(fields.getlist(Outcome.DONE.value)),
-        "outcomes": [
-            {"id": each, "outcome": outcome, "words": words}
-            for outcome, words in OUTCOMES.items()
-            for each in fields.getlist(outcome)
-        ],
-        "left": [],
-        "error": None,
-        "back": _back(request),
-    }
-
-
-def _with_address(page: str, fields: Fields, content: dict[str, object]) -> dict[str, object]:
-    """Return the content of a page, and its address, unless it is too long for a browser."""
-    address = f"{page}?{fields.address()}"
+def select(request: ViewRequest) -> dict[str, object]:
+    """Return the confirmation of an action on the selected tasks, and its address."""
+    if "id" not in request.fields:
+        raise Wrong("id", "select at least one task")
+    content, address = confirm(request), f"waiting/all?{request.fields.address()}"
     return {**content, "see": address} if len(address) <= MOST_IN_SEE else content
 
 
-def _ids(request: ViewRequest) -> list[str]:
-    """Return the ids of the selected tasks."""
-    if ids := list(dict.fromkeys(request.fields.getlist("id"))):
-        return ids
-    raise Wrong("id", "select at least one task")
+def confirm(request: ViewRequest) -> dict[str, object]:
+    """Count the selected or the matching tasks, for the confirmation of an action.
+
+    Tasks that are sent after the count of a search are left out.
+    """
+    fields, ids = request.fields, [*dict.fromkeys(request.fields.getlist("id"))]
+    # Taken before the count, so that no task that is sent meanwhile is affected.
+    end = instant_of(request.with_registry.registry.now_ms() + 1)
+    search, count, may_be_more = PagedSearch.of_request(request, end), len(ids), False
+    if ids:
+        tasks = search.delays.registry.index.tasks(ids[:SHOWN])
+    else:
+        read, count, may_be_more = search.counted()
+        tasks = (read or search.found(None, SHOWN)).tasks[:SHOWN]
+    return {
+        "action": fields.one_of("action", ACTIONS, "cancel"),
+        "q": str(search.query),
+        "ids": ids,
+        "sent_before": None if ids else end,
+        "count": max(count, found_before(fields)) if may_be_more else count,
+        "may_be_more": may_be_more,
+        "searched": search.most_read,
+        "tasks": rows(search, tasks),
+        "back": _back(request) if ids else f"waiting?{fields.address(action=None, so_far=None)}",
+    }
 
 
 def _back(request: ViewRequest) -> str:
@@ -104,101 +81,91 @@ def _back(request: ViewRequest) -> str:
     return back if back.startswith(BACK) else "waiting"
 
 
-def _decide(delays: RabbitDelay, task_id: str, until: Until | None) -> str:
-    """Cancel the task of an id or, with ``until``, postpone it; return the outcome."""
-    if until is None:
-        return delays.cancel(task_id, also_future=False).value
-    record = record_of(delays.registry, task_id)
-    eta: datetime | None = wall_clock.now()  # any time will do if the task does not wait
-    if record is not None and record.state is TaskState.WAITING:
-        eta = until(task_id, instant_of(record.runs_ms))
-    if eta is None:
-        return KEPT
-    return delays.postpone(task_id, eta=eta, also_future=False).value
-
-
-def select(request: ViewRequest) -> dict[str, object]:
-    """Return the confirmation of an action on the selected tasks, and its address."""
-    return _with_address("waiting/all", request.fields, confirm(request))
-
-
-def confirm(request: ViewRequest) -> dict[str, object]:
-    """Return the selected tasks, for the confirmation of an action."""
-    search, ids = PagedSearch.of_request(request), _ids(request)
-    tasks = search.delays.registry.index.tasks(ids[:SHOWN])
-    scope = {"sent_before": None, "count": len(ids), "may_be_more": False, "back": _back(request)}
-    return {**_question(request, search, tasks), "ids": ids, **scope}
-
-
-def confirm_all(request: ViewRequest) -> dict[str, object]:
-    """Count the tasks that match, for the confirmation; tasks sent afterwards are left out."""
-    if "id" in request.fields:
-        return confirm(request)
-    # Taken before the count, so that no task that is sent meanwhile is affected.
-    end = instant_of(request.with_registry.registry.now_ms() + 1)
-    search = PagedSearch.of_request(request, end)
-    read, count, may_be_more = search.counted()
-    tasks = (read or search.found(None, SHOWN)).tasks[:SHOWN]
-    back = f"waiting?{request.fields.address(action=None)}"
-    scope = {"sent_before": end, "count": count, "may_be_more": may_be_more, "back": back}
-    if may_be_more:
-        scope["searched"] = search.most_read
-        scope["count"] = max(count, found_before(request.fields))
-    return {**_question(request, search, tasks), "ids": [], **scope}
-
-
-def _question(request: ViewRequest, search: PagedSearch, tasks: list[Pending]) -> dict[str, object]:
-    action = request.fields.one_of("action", ACTIONS, "cancel")
-    return {"action": action, "q": str(search.query), "tasks": rows(search, tasks)}
-
-
-def decide_all(request: ViewRequest) -> dict[str, object]:
-    """Begin an action on all tasks that match and were sent before an instant."""
-    action, end = request.fields.one_of("action", ACTIONS, ""), request.instant("sent_before")
-    if end is None:
-        raise Wrong("sent_before", "takes the instant that /api/waiting/all returns")
-    search, until = PagedSearch.of_request(request, end), _until(request, action)
-    _, count, may_be_more = search.counted()
-    wanted = search.sent_before(end)
-    batches = wanted.cancel() if until is None else _postpone_each(wanted, until)
-    about = f"tasks that match {search.query}" if search.query.terms else "all tracked tasks"
-    about += f" (at least {count:,})" if may_be_more and count else ""
-    work = Work(request.user, ACTIONS[action], about, count, _back(request))
+def decide(request: ViewRequest) -> dict[str, object]:
+    """Begin an action on the selected tasks, or on all that match and were counted."""
+    action = request.fields.one_of("action", ACTIONS, "")
+    delays, until = request.with_registry, _until(request, action)
+    outcomes: dict[str, str | None] = dict.fromkeys(request.fields.getlist("id"))
+    if outcomes:
+        about, total = "selected tasks", len(outcomes)
+        tasks = ((each, _due(delays, each)) for each in [*outcomes])
+        batches = _decide_each(delays, tasks, until, outcomes)
+    else:
+        about, total, batches = _decide_matching(request, until)
+    work = Work(request.user, ACTIONS[action], about, total, _back(request), outcomes)
     return seen(request.site.works.begin(work, in_batches(batches)))
 
 
-def _postpone_each(search: Search, until: Until) -> Iterator[int]:
-    """Postpone the matching tasks, and yield for each whether it has changed."""
-    for each in search.tasks():
-        if (eta := until(each.task_id, each.due)) is not None:
-            outcome = search.delays.postpone(each.task_id, eta=eta, also_future=False)
-            yield int(outcome is Outcome.DONE)
+def _decide_matching(request: ViewRequest, until: Until | None) -> tuple[str, int, Iterator[int]]:
+    """Return the name of a search's tasks, their count, and the batches that decide about them."""
+    end = request.instant("sent_before")
+    if end is None:
+        raise Wrong("sent_before", "takes the instant that /api/waiting/all returns")
+    search = PagedSearch.of_request(request, end)
+    wanted = search.sent_before(end)
+    _, count, may_be_more = search.counted()
+    about = f"tasks that match {search.query}" if search.query.terms else "all tracked tasks"
+    about += f" (at least {count:,})" if may_be_more and count else ""
+    if until is None:
+        return about, count, wanted.cancel()
+    tasks = ((each.task_id, each.due) for each in wanted.tasks())
+    return about, count, _decide_each(search.delays, tasks, until, {})
+
+
+def _due(delays: RabbitDelay, task_id: str) -> datetime | None:
+    """Return the present due time of a task; None if it does not wait."""
+    record = record_of(delays.registry, task_id)
+    if record is None or record.state is not TaskState.WAITING:
+        return None
+    return instant_of(record.runs_ms)
+
+
+def _decide_each(
+    delays: RabbitDelay,
+    tasks: Iterable[tuple[str, datetime | None]],
+    until: Until | None,
+    outcomes: dict[str, str | None],
+) -> Iterator[int]:
+    """Cancel or postpone tasks one by one; yield 1 for each task that has changed, 0 for others.
+
+    Args:
+        delays: The application's delays.
+        tasks: The ids and the due times of the tasks; None for a task that does not wait.
+        until: Returns the new due times; None cancels.
+        outcomes: The outcomes of its tasks are set.
+    """
+    for task_id, due in tasks:
+        # A task that does not wait is postponed to any time, for its outcome.
+        eta = until(task_id, due) if until and due else wall_clock.now()
+        if until is None:
+            outcome = delays.cancel(task_id, also_future=False).value
+        elif eta is None:
+            outcome = KEPT
+        else:
+            outcome = delays.postpone(task_id, eta=eta, also_future=False).value
+        if task_id in outcomes:
+            outcomes[task_id] = outcome
+        yield int(outcome == Outcome.DONE.value)
 
 
 def work(request: ViewRequest) -> dict[str, object]:
-    """Return the progress of one long action or, without a key, of all."""
-    works = [_work(request)] if "key" in request.fields else request.site.works.all()
-    return {"works": [each.shown() for each in works]}
+    """Return the progress and the outcomes of one action or, without a key, of all."""
+    works = request.site.works
+    chosen = [works.get(request.fields.needed("key"))] if "key" in request.fields else works.all()
+    return {"works": [each.shown() for each in chosen], "words": OUTCOMES}
 
 
 def stop(request: ViewRequest) -> dict[str, object]:
-    """Stop a long action after its current batch."""
-    found = _work(request)
+    """Stop an action after its current task or batch."""
+    found = request.site.works.get(request.fields.needed("key"))
     found.stopping.set()
     log_action(request.user, "stopped", 1, found.about)
     return seen(found)
 
 
 def seen(work: Work) -> dict[str, object]:
-    """Return a long action, and the page that shows its progress."""
+    """Return an action, and the page that shows its progress."""
     return {"work": work.shown(), "see": f"work?key={work.key}"}
-
-
-def _work(request: ViewRequest) -> Work:
-    found = request.site.works.get(request.fields.needed("key"))
-    if found is None:
-        raise HTTPException(404, "No action with this key is running or has ended lately.")
-    return found
 
 
 def _until(request: ViewRequest, action: str) -> Until | None:

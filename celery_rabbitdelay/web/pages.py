@@ -6,19 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
-from celery_rabbitdelay.schedules.schedules import Schedules
-from celery_rabbitdelay.web import (
-    deciding,
-    holding,
-    levels,
-    now,
-    schedules,
-    task,
-    undeliverable,
-    waiting,
-    workers,
-)
+from celery_rabbitdelay.web import deciding, holding, schedules, undeliverable
+from celery_rabbitdelay.web.levels import levels
+from celery_rabbitdelay.web.now import health, now
+from celery_rabbitdelay.web.task import story
 from celery_rabbitdelay.web.view_request import ViewRequest
+from celery_rabbitdelay.web.waiting import complete, waiting
+from celery_rabbitdelay.web.workers import workers
 
 #: Returns the content of a page and of its JSON. It may block, because it runs in a thread.
 View: TypeAlias = Callable[[ViewRequest], dict[str, object]]
@@ -51,23 +45,19 @@ _in_menu = partial(Page, in_menu=True)
 
 #: All pages.
 PAGES: Final = (
-    _in_menu("now", now.now, "Now", "now", refresh=5),
-    _in_menu("waiting", waiting.waiting, "Waiting", "waiting"),
-    Page("waiting/completions", waiting.complete, "Completions", "completions"),
-    Page("waiting/task", task.story, "Task", "task", refresh=5),
+    _in_menu("now", now, "Now", "now", refresh=5),
+    _in_menu("waiting", waiting, "Waiting", "waiting"),
+    Page("waiting/completions", complete, "Completions", "completions"),
+    Page("waiting/task", story, "Task", "task", refresh=5),
     _action("waiting/confirm", deciding.select, "Are you sure?", "confirm"),
-    _action("waiting/cancel", partial(deciding.decide, "cancel"), "Cancel", "decided"),
-    _action("waiting/postpone", partial(deciding.decide, "postpone"), "Postpone", "decided"),
-    _action("waiting/run-now", partial(deciding.decide, "run-now"), "Run now", "decided"),
-    Page("waiting/decided", deciding.decided, "Outcome", "decided"),
-    Page("waiting/all", deciding.confirm_all, "All that match", "confirm"),
-    _action("waiting/decide-all", deciding.decide_all),
-    Page("work", deciding.work, "Actions", "work", refresh=1),
+    Page("waiting/all", deciding.confirm, "Are you sure?", "confirm"),
+    _action("waiting/decide", deciding.decide),
+    Page("work", deciding.work, "Actions", "work"),
     _action("work/stop", deciding.stop),
     _in_menu("undeliverable", undeliverable.undeliverable, "Undeliverable", "undeliverable"),
     Page("undeliverable/message", undeliverable.message, "Message", "message"),
     Page("undeliverable/all", undeliverable.confirm, "All that match", "undeliverable_confirm"),
-    _action("undeliverable/decide-all", undeliverable.decide),
+    _action("undeliverable/decide", undeliverable.decide),
     _in_menu("jobs", holding.jobs, "Jobs", "jobs"),
     Page("jobs/one", holding.job, "Job", "job"),
     _action("jobs/commit", partial(holding.change_job, "commit_job", "committed")),
@@ -78,13 +68,11 @@ PAGES: Final = (
     _in_menu("schedules", schedules.schedules, "Schedules", "schedules", refresh=30),
     Page("schedules/one", schedules.schedule, "Schedule", "schedule"),
     _action("schedules/edit", schedules.edit),
-    _action("schedules/pause", partial(schedules.change, Schedules.pause, "paused the schedule")),
-    _action(
-        "schedules/resume", partial(schedules.change, Schedules.resume, "resumed the schedule")
-    ),
-    _action("schedules/trigger", partial(schedules.change, Schedules.trigger, "triggered")),
+    _action("schedules/pause", partial(schedules.change, "pause", "paused the schedule")),
+    _action("schedules/resume", partial(schedules.change, "resume", "resumed the schedule")),
+    _action("schedules/trigger", partial(schedules.change, "trigger", "triggered")),
     _action("schedules/end", schedules.end),
-    _in_menu("levels", levels.levels, "Levels", "levels", refresh=2),
-    _in_menu("workers", workers.workers, "Workers", "workers", refresh=10),
-    _in_menu("health", now.health, "Health", "health", refresh=30),
+    _in_menu("levels", levels, "Levels", "levels", refresh=2),
+    _in_menu("workers", workers, "Workers", "workers", refresh=10),
+    _in_menu("health", health, "Health", "health", refresh=30),
 )

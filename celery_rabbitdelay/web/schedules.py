@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Final
@@ -13,7 +12,7 @@ from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import UNITS, instant_of, milliseconds_of, parse_duration
 from celery_rabbitdelay.schedules.recurrence import INVALID
-from celery_rabbitdelay.schedules.schedules import Schedule, Schedules
+from celery_rabbitdelay.schedules.schedules import Schedule
 from celery_rabbitdelay.web.now import HORIZONS
 from celery_rabbitdelay.web.shown import quoted
 from celery_rabbitdelay.web.site import log_action
@@ -141,15 +140,13 @@ def written(rule: str) -> str:
 
 def end(request: ViewRequest) -> dict[str, object]:
     """End a schedule."""
-    return {**change(Schedules.delete, "ended the schedule", request), "see": "schedules"}
+    return {**change("delete", "ended the schedule", request), "see": "schedules"}
 
 
-def change(
-    does: Callable[[Schedules, str], object], what: str, request: ViewRequest
-) -> dict[str, object]:
-    """Pause, resume, trigger or end a schedule; ``does`` returns None or False without one."""
+def change(method: str, what: str, request: ViewRequest) -> dict[str, object]:
+    """Pause, resume, trigger or end a schedule."""
     name, see = request.fields.needed("name"), request.fields.address()
-    if not does(request.with_registry.schedules, name):
+    if not getattr(request.with_registry.schedules, method)(name):
         raise HTTPException(404, UNKNOWN)
     log_action(request.user, what, 1, name)
     return {"name": name, "done": what, "see": f"schedules/one?{see}"}

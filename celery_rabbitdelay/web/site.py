@@ -1,4 +1,4 @@
-"""The state that all requests share: options, cached readings of the servers, long actions."""
+"""The state that all requests share: options, cached readings of the servers, actions."""
 
 from __future__ import annotations
 
@@ -51,12 +51,21 @@ OLD: Final = 2
 #: Seconds to wait for the workers' answers.
 WORKERS_TIMEOUT: Final = 1.0
 
-#: The most long actions that run at a time; further actions are refused.
-MOST_AT_ONCE: Final = 4
+#: The most actions that run at a time; further actions are refused.
+MOST_AT_ONCE: Final = 8
+
+#: Seconds to wait for the end of an action, so that the page that follows shows its outcome.
+SHORT: Final = 1.0
 
 #: How many ended actions are remembered.
 REMEMBERED: Final = 100
 
+
+#: The error for an unknown key.
+UNKNOWN: Final = (
+    "This process does not know an action with this key: the action ended long ago, or runs in "
+    "another process of the page."
+)
 
 #: The answer of a worker.
 Answer: TypeAlias = Mapping[str, Any]
@@ -86,7 +95,7 @@ class Site:
         app: The application.
         delays: The application's delays.
         options: The options of the page.
-        works: The long actions.
+        works: The actions.
         queues_broker: The connection that reads the queues.
 
     Raises:
@@ -204,28 +213,18 @@ def is_awaited(reading: Reading[Any], period: float) -> bool:
     return reading.error is None and (reading.taken is None or reading.taken < old)
 
 
-class Verb(NamedTuple):
-    """The names of an action on the pages and in the log.
-
-    Attributes:
-        doing: The name while the action runs: "cancelling".
-        done: The name after the action has ended: "cancelled".
-    """
-
-    doing: str
-    done: str
-
-
 @dataclass(eq=False)
 class Work:
-    """A long action.
+    """An action.
 
     Attributes:
         user: The user who began the action.
-        verb: The action's names.
+        what: The action, in the past: "cancelled".
         about: The action's subject: "all tracked tasks".
         total: How many tasks or messages the action is expected to change.
         back: The path and the query of the page on which the action was begun.
+        outcomes: The outcomes of selected tasks by their ids; None for a task that the action has
+            not reached.
         key: A random word that identifies the action.
         began: When the action began.
         stopping: Set to stop the action after the current batch or message.
@@ -235,10 +234,11 @@ class Work:
     """
 
     user: User
-    verb: Verb
+    what: str
     about: str
     total: int
     back: str = ""
+    outcomes: dict[str, str | None] = field(default_factory=dict)
     key: str = field(default_factory=partial(secrets.token_urlsafe, 9))
     began: datetime = field(default_factory=wall_clock.now)
     stopping: Event = field(default_factory=Event)
@@ -254,26 +254,21 @@ class Work:
             state = "stopped" if self.stopping.is_set() else "done"
         except AWAY as error:
             self.error = why(error)
-        except HTTPException as refused:
-            self.error = refused.detail
         except Exception:
             self.error = "an unexpected error; the server's log has the details"
-            logger.exception("rabbitdelay web: %s %s has failed", self.verb.doing, self.about)
+            logger.exception("rabbitdelay web: an action on %s has failed", self.about)
         try:
-            action = f"{self.verb.done} {self.about} ({state}, of {self.total})"
-            log_action(self.user, action, self.done)
+            action = f"{self.what} {self.about} ({state}, of {self.total})"
+            log_action(self.user, action, self.done, [*self.outcomes] or None)
         finally:
             self.state = state
 
     def shown(self) -> dict[str, object]:
         """Return the content for a page."""
-        names = "key", "about", "began", "done", "total", "state", "error", "back"
-        verb = self.verb.doing if self.state == "running" else self.verb.done
-        shown = {name: getattr(self, name) for name in names}
-        return {"user": self.user.name, "what": verb, **shown}
+        return {**vars(self), "user": self.user.name, "stopping": self.stopping.is_set()}
 
 
-#: Performs a long action: counts in ``done``, and returns early if ``stopping`` is set.
+#: Performs an action: counts in ``done``, and returns early if ``stopping`` is set.
 Does: TypeAlias = Callable[[Work], None]
 
 
@@ -294,14 +289,14 @@ def in_batches(batches: Iterator[int]) -> Does:
 
 
 class Works:
-    """The long actions of this process, running or ended lately. Each runs in its own thread."""
+    """The actions of this process, running or ended lately. Each runs in its own thread."""
 
     def __init__(self) -> None:
         self._works: dict[str, Work] = {}
         self._lock = Lock()
 
     def begin(self, work: Work, does: Does) -> Work:
-        """Begin a long action.
+        """Begin an action, and wait a moment for its end.
 
         Raises:
             HTTPException: Too many actions are running.
@@ -315,12 +310,21 @@ class Works:
                 del self._works[key]
             self._works[work.key] = work
         name = f"rabbitdelay-web-{work.key}"
-        Thread(target=work.run, args=(does,), name=name, daemon=True).start()
+        thread = Thread(target=work.run, args=(does,), name=name, daemon=True)
+        thread.start()
+        thread.join(SHORT)
         return work
 
-    def get(self, key: str) -> Work | None:
-        """Return the action with a key; None for an unknown key."""
-        return self._works.get(key)
+    def get(self, key: str) -> Work:
+        """Return the action with a key.
+
+        Raises:
+            HTTPException: No action of this process has the key.
+        """
+        found = self._works.get(key)
+        if found is None:
+            raise HTTPException(404, UNKNOWN)
+        return found
 
     def all(self) -> list[Work]:
         """Return all actions, the newest first."""

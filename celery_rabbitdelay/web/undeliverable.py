@@ -18,10 +18,10 @@ from celery_rabbitdelay.levels.headers import KEY, X_DELAY
 from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations import undeliverable as read
 from celery_rabbitdelay.operations.mover import Place
-from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport, UndeliverableFilter
+from celery_rabbitdelay.operations.undeliverable import RemovalReport, UndeliverableFilter
 from celery_rabbitdelay.web.charts import DAY
 from celery_rabbitdelay.web.deciding import seen
-from celery_rabbitdelay.web.site import Glance, Site, Verb, Work
+from celery_rabbitdelay.web.site import Glance, Site, Work
 from celery_rabbitdelay.web.view_request import ViewRequest, Wrong
 
 #: Seconds between two readings, the maximum number of messages to read, and the largest body, in
@@ -41,7 +41,7 @@ DAYS: Final = {"today": (None, 0), "yesterday": (0, 1), "earlier": (1, None)}
 STOPPED: Final = "stopped on the page"
 
 #: The actions, with their names in the log and on the pages.
-ACTIONS: Final = {"redrive": Verb("redriving", "redriven"), "purge": Verb("deleting", "deleted")}
+ACTIONS: Final = {"redrive": "redriven", "purge": "deleted"}
 
 #: The headers with a task's arguments.
 ARGUMENTS: Final = frozenset({"argsrepr", "kwargsrepr"})
@@ -167,8 +167,11 @@ def _record(request: ViewRequest, kept: Kept) -> dict[str, Any]:
 def confirm(request: ViewRequest) -> dict[str, object]:
     """Count the matching messages, and report the outcome of a dry run."""
     action = request.fields.one_of("action", ACTIONS, "redrive")
-    report = _remove(request, action, _filter(request).matches, dry_run=True)
-    return {"action": action, "report": vars(report), "filter": request.fields.filter(FILTERS)}
+    try:
+        report = _remove(request, action, matches=_filter(request).matches, dry_run=True)
+    except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
+        raise Wrong(action, str(wrong)) from wrong
+    return {"action": action, "report": vars(report), "filter": _chosen(request)}
 
 
 def decide(request: ViewRequest) -> dict[str, object]:
@@ -187,44 +190,39 @@ def decide(request: ViewRequest) -> dict[str, object]:
             return wanted.matches(found)
 
         try:
-            _remove(request, action, matches, dry_run=False, limit=count, report=report)
+            _remove(request, action, matches=matches, dry_run=False, limit=count, report=report)
         finally:
             work.done = report.moved
             request.site.outdate("undeliverable")
         if report.stopped not in (None, STOPPED):
             raise OperationalError(report.stopped)
 
-    filters = request.fields.filter(FILTERS).items()
-    chosen = " ".join(f"{name}={value!r}" for name, value in filters if value)
+    chosen = " ".join(f"{name}={value!r}" for name, value in _chosen(request))
     about = f"undeliverable messages with {chosen}" if chosen else "all undeliverable messages"
     address = request.fields.address(**dict.fromkeys(("action", "count", "to", "delay")))
     work = Work(request.user, ACTIONS[action], about, count, f"undeliverable?{address}")
     return seen(request.site.works.begin(work, does))
 
 
-def _remove(request: ViewRequest, action: str, matches: Matches, **options: Any) -> RemovalReport:
+def _remove(request: ViewRequest, action: str, **options: Any) -> RemovalReport:
     """Redrive or delete the matching messages, or only count them.
 
     Args:
         request: The request.
         action: One of :data:`ACTIONS`.
-        matches: Returns whether a message matches; called for every message that is read.
-        **options: ``dry_run``, ``limit`` and ``report``, as for :func:`.redrive`.
+        **options: ``matches``, ``dry_run``, ``limit`` and ``report``, as for :func:`.redrive`.
     """
-    site = request.site
+    site, topology = request.site, request.site.delays.topology
     if action == "purge":
-        topology = site.delays.topology
-        return site.ask(
-            lambda found: read.redrive(Place(found, topology), None, matches, **options)
-        )
+        return site.ask(lambda found: read.redrive(Place(found, topology), None, **options))
     redriving = {"to": request.fields.get("to"), "delay": request.duration("delay")}
-    redrive = partial(
-        read.redrive_application, site.delays, matches=matches, redriving=redriving, **options
-    )
-    try:
-        return site.ask(redrive)
-    except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
-        raise Wrong(action, str(wrong)) from wrong
+    redrive = partial(read.redrive_application, site.delays, redriving=redriving)
+    return site.ask(partial(redrive, **options))
+
+
+def _chosen(request: ViewRequest) -> list[tuple[str, str]]:
+    """Return the names and values of the fields that choose messages."""
+    return [each for each in request.fields.multi_items() if each[0] in FILTERS]
 
 
 def _filter(request: ViewRequest) -> UndeliverableFilter:

@@ -81,10 +81,6 @@ class Fields(ImmutableMultiDict[str, str]):
             raise Wrong(name, f"takes a number from 1 to {most:,}")
         return int(value)
 
-    def filter(self, names: Collection[str]) -> dict[str, str | None]:
-        """Return the values of these fields by name; None where a field is missing."""
-        return {name: self.get(name) for name in names}
-
     def address(self, **changed: str | None) -> str:
         """Return the fields as a query string, with changes; None removes a field."""
         kept = [(name, value) for name, value in self.multi_items() if name not in changed]

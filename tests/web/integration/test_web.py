@@ -9,7 +9,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from threading import Event
@@ -23,6 +23,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ATTEMPTS, FAILED_SINCE, FIRST_REASON
 from celery_rabbitdelay.operations.undeliverable import UndeliverableFilter
@@ -31,6 +32,7 @@ from celery_rabbitdelay.publishing.declaration import declare_destination, queue
 from celery_rabbitdelay.registry.decision import Arrival
 from celery_rabbitdelay.registry.index import SHARDS, Filter, Index, Kind, shard_of
 from celery_rabbitdelay.registry.query import Term
+from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import (
     application,
@@ -495,7 +497,7 @@ def test_a_word_is_found_in_arguments_as_far_as_they_are_shown(shop: Any) -> Non
     assert found("4711", **masks) == []
     browser = Browser(application(shop, loopback_role="operator", shows_arguments=True))
     sent_before = browser.json("/waiting/all", q="4711")["sent_before"]
-    begun = browser.post("/waiting/decide-all?q=4711", action="cancel", sent_before=sent_before)
+    begun = browser.post("/waiting/decide?q=4711", action="cancel", sent_before=sent_before)
     assert ended(browser, begun)["done"] == 1
     assert shop.rabbitdelay.show(order).state == "cancelled"
 
@@ -599,7 +601,7 @@ def test_a_search_that_goes_on_counts_what_it_has_found_and_names_itself_in_its_
     asked = read(browser.get("/waiting/all?q=key:order:*&action=cancel&so_far=3").text)
     assert "At least 3 tasks match; all others are searched" in " ".join(asked.text.split())
     begun = browser.post(
-        "/waiting/decide-all?q=key:order:*", action="cancel", sent_before=counted["sent_before"]
+        "/waiting/decide?q=key:order:*", action="cancel", sent_before=counted["sent_before"]
     )
     work = ended(browser, begun)
     assert (work["done"], work["about"]) == (3, "tasks that match key:order:*")
@@ -706,37 +708,67 @@ def test_an_action_does_what_it_says_for_each_task_and_is_logged(
     cancelled, soon, later = send(shop, 3)
     due = shop.rabbitdelay.show(later).due
     with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
-        for action, fields in (
-            ("cancel", {"id": [cancelled]}),
-            ("postpone", {"id": [later], "by": "1h"}),
-            ("run-now", {"id": [soon]}),
+        for action, task_id, fields in (
+            ("cancel", cancelled, {}),
+            ("postpone", later, {"by": "1h"}),
+            ("run-now", soon, {}),
         ):
-            done = browser.post(f"/waiting/{action}", **fields)
-            assert done.status_code == 303
-            told = browser.get(f"/api{done.headers['Location']}").json()
-            assert (told["done"], told["outcomes"][0]["id"]) == (1, fields["id"][0])
+            begun = browser.post("/waiting/decide", action=action, id=[task_id], **fields)
+            work = ended(browser, begun)
+            assert (work["done"], work["outcomes"]) == (1, {task_id: "done"})
     logged = [each for each in caplog.records if each.name.startswith("celery_rabbitdelay.web")]
     assert [each.getMessage() for each in logged] == [
-        f"rabbitdelay web: 'local' has cancelled: 1 ['{cancelled}']",
-        f"rabbitdelay web: 'local' has postponed: 1 ['{later}']",
-        f"rabbitdelay web: 'local' has run now: 1 ['{soon}']",
+        f"rabbitdelay web: 'local' has {done} selected tasks (done, of 1): 1 ['{task_id}']"
+        for done, task_id in (("cancelled", cancelled), ("postponed", later), ("run now", soon))
     ]
     assert shop.rabbitdelay.show(cancelled).state == "cancelled"
     assert shop.rabbitdelay.show(later).due == due + timedelta(hours=1)
     assert shop.rabbitdelay.show(soon).due <= datetime.now(UTC)
-    told = browser.post("/api/waiting/cancel", id=[cancelled, later, "nobody's"]).json()
-    outcomes = {each["id"]: each["outcome"] for each in told["outcomes"]}
-    assert outcomes == {cancelled: "cancelled", later: "done", "nobody's": "unknown"}
-    assert told["done"] == 1
+    ids = [cancelled, later, "nobody's"]
+    told = browser.post("/api/waiting/decide", action="cancel", id=ids).json()["work"]
+    outcomes = {cancelled: "cancelled", later: "done", "nobody's": "unknown"}
+    assert (told["state"], told["done"], told["total"], told["outcomes"]) == (
+        "done",
+        1,
+        3,
+        outcomes,
+    )
+    shown = read(browser.get(f"/work?key={told['key']}").text).text
+    assert "Cancelled 1 of 3selected tasks" in shown
+    assert f"was cancelled or superseded before{cancelled}" in shown
+    assert f"done{later}" in shown
     for path, wrong in (
-        ("cancel", {}),
-        ("postpone", {"id": soon}),
-        ("postpone", {"id": soon, "by": "1h", "until": "2999-01-01"}),
-        ("postpone", {"id": soon, "by": "9" * 30}),
-        ("decide-all", {"action": "burn", "sent_before": "2999-01-01"}),
-        ("decide-all", {"action": "cancel"}),
+        ("confirm", {"action": "cancel"}),
+        ("decide", {"action": "postpone", "id": soon}),
+        ("decide", {"action": "postpone", "id": soon, "by": "1h", "until": "2999-01-01"}),
+        ("decide", {"action": "postpone", "id": soon, "by": "9" * 30}),
+        ("decide", {"action": "burn", "sent_before": "2999-01-01"}),
+        ("decide", {"action": "cancel"}),
     ):
         assert browser.post(f"/waiting/{path}", **wrong).status_code == 400, (path, wrong)
+
+
+def test_an_action_that_fails_midway_names_the_tasks_that_are_left(
+    shop: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, real = send(shop, 3), Registry.cancel
+
+    def cancel(registry: Registry, task_ids: Sequence[str], *given: Any) -> list[Outcome]:
+        if ids[1] in task_ids:
+            raise RegistryUnavailable("redis://:secret@host is away")
+        return real(registry, task_ids, *given)
+
+    monkeypatch.setattr(Registry, "cancel", cancel)
+    begun = browser.post("/waiting/decide", action="cancel", id=ids, back="waiting?q=task:look")
+    work = ended(browser, begun)
+    assert (work["state"], work["done"], work["total"]) == ("failed", 1, 3)
+    assert work["outcomes"] == {ids[0]: "done", ids[1]: None, ids[2]: None}
+    page = browser.get(begun.headers["Location"]).text
+    shown = read(page).text
+    assert "redis://:**@host is away" in shown
+    for words, task_id in zip(("done", "not confirmed", "not confirmed"), ids, strict=True):
+        assert f"{words}{task_id}" in shown
+    assert 'href="/waiting?q=task:look"' in page
 
 
 def test_a_browser_can_go_back_to_a_confirmation_and_to_an_outcome(
@@ -748,25 +780,28 @@ def test_a_browser_can_go_back_to_a_confirmation_and_to_an_outcome(
     assert asked.status_code == 303
     page = asked.headers["Location"]
     assert "Postpone 1 task?" in read(browser.get(page).text).text
-    for referer, leads_back in ((page, True), ("/waiting/postpone", False), ("/evil", False)):
+    for referer, leads_back in ((page, True), ("/waiting/decide", False), ("/evil", False)):
         wrong = browser.ask(
             "POST",
-            "/waiting/postpone",
-            data={"id": task_id, "by": "soon"},
+            "/waiting/decide",
+            data={"action": "postpone", "id": task_id, "by": "soon"},
             headers={"Referer": f"{browser.base}{referer}"},
         )
         assert wrong.status_code == 400
         links = [values["href"] for tag, values in read(wrong.text).tags if tag == "a"]
         assert (page in links) is leads_back
         assert_harmless(wrong.text)
-    done = browser.post("/waiting/postpone", by="1h", back=back, id=task_id)
-    outcome = read(browser.get(done.headers["Location"]).text)
-    assert "1 of 1 postponed" in outcome.text
-    assert f"/{back}" in [values.get("href") for _, values in outcome.tags]
+    fields = {"action": "postpone", "by": "1h", "id": task_id}
+    for given, leads_to in ((back, back), ("https://evil.example", "waiting")):
+        begun = browser.post("/waiting/decide", back=given, **fields)
+        assert ended(browser, begun)["back"] == leads_to
+        outcome = read(browser.get(begun.headers["Location"]).text)
+        assert "Postponed 1 of 1" in outcome.text
+        assert f"/{leads_to}" in [values.get("href") for _, values in outcome.tags]
     # No browser opens an address with all of these.
     many = [f"{number:060}" for number in range(100)]
-    for action in ("confirm", "cancel"):
-        assert browser.post(f"/waiting/{action}", id=many).status_code == 200
+    assert browser.post("/waiting/confirm", id=many).status_code == 200
+    assert ended(browser, browser.post("/waiting/decide", action="cancel", id=many))["done"] == 0
 
 
 def test_a_task_whose_message_was_lost_is_sent_again_by_run_now(
@@ -779,12 +814,13 @@ def test_a_task_whose_message_was_lost_is_sent_again_by_run_now(
     assert "Running it now (postpone --delay 0) sends a new message" in why_not(browser, lost)[0]
     ahead = browser.json("/waiting/task", id=lost)["history"][-1]["words"]
     assert ahead == "'Run now' sends it again"
-    assert browser.post("/waiting/run-now", id=[lost]).status_code == 303
+    begun = browser.post("/waiting/decide", action="run-now", id=[lost])
+    assert ended(browser, begun)["outcomes"] == {lost: "done"}
     wait_for(lambda: count(connection, queue) == 1, "the message", PATIENCE)
     assert "Postponed" not in read(browser.get(f"/waiting/task?id={lost}").text).text
     sent_before = browser.json("/waiting/all", q=listed)["sent_before"]
     asked = {"action": "run-now", "sent_before": sent_before}
-    begun = browser.post(f"/waiting/decide-all?q=id:{listed}+task:look", **asked)
+    begun = browser.post(f"/waiting/decide?q=id:{listed}+task:look", **asked)
     assert ended(browser, begun)["done"] == 1
     wait_for(lambda: count(connection, queue) == 2, "the other message", PATIENCE)
 
@@ -811,7 +847,7 @@ def test_all_that_were_counted_are_decided_once_although_they_move_and_others_st
     counted = browser.json("/waiting/all", q=f"job:{job}")
     assert counted["count"] == len(before) == 20
     sent = {"action": action, **{each: counted[each] for each in ("sent_before", "back")}}
-    told = ended(browser, browser.post(f"/waiting/decide-all?q=job:{job}", **sent, **fields))
+    told = ended(browser, browser.post(f"/waiting/decide?q=job:{job}", **sent, **fields))
     assert told["back"] == f"waiting?q=job%3A{job}"
     assert (told["state"], told["error"], told["done"], told["total"]) == ("done", None, 20, 20)
     after = {each.task_id: each.due for each in shop.rabbitdelay.pending()}
@@ -833,13 +869,13 @@ def test_tasks_are_postponed_until_an_instant_unless_they_are_due_later(
     noon = (datetime.now(UTC) + timedelta(hours=2)).replace(microsecond=0)
     due = shop.rabbitdelay.show(late).due
     ids = {"id": [early, late, "nobody's"], "until": noon.isoformat()}
-    told = browser.post("/api/waiting/postpone", **ids).json()
-    outcomes = {each["id"]: each["outcome"] for each in told["outcomes"]}
-    assert (told["done"], outcomes) == (1, {early: "done", late: "kept", "nobody's": "unknown"})
+    work = ended(browser, browser.post("/waiting/decide", action="postpone", **ids))
+    outcomes = {early: "done", late: "kept", "nobody's": "unknown"}
+    assert (work["done"], work["outcomes"]) == (1, outcomes)
     later = (noon + timedelta(hours=1)).isoformat()
     sent_before = browser.json("/waiting/all")["sent_before"]
     asked = {"action": "postpone", "until": later, "sent_before": sent_before}
-    work = ended(browser, browser.post("/waiting/decide-all", **asked))
+    work = ended(browser, browser.post("/waiting/decide", **asked))
     assert (work["done"], work["total"]) == (1, 2)
     dues = [shop.rabbitdelay.show(each).due for each in (early, late)]
     assert dues == [noon + timedelta(hours=1), due]
@@ -847,7 +883,8 @@ def test_tasks_are_postponed_until_an_instant_unless_they_are_due_later(
     form = browser.post("/waiting/confirm", action="postpone", id=late)
     form = browser.get(form.headers["Location"])
     assert "Set the due time" in read(form.text).text
-    browser.post("/waiting/postpone", id=late, at=noon.isoformat())
+    at = {"action": "postpone", "id": late, "at": noon.isoformat()}
+    assert ended(browser, browser.post("/waiting/decide", **at))["done"] == 1
     assert shop.rabbitdelay.show(late).due == noon
 
 
@@ -856,7 +893,7 @@ def test_tasks_that_are_sent_after_the_count_stay(shop: Any, browser: Browser) -
     sent_before = browser.json("/waiting/all")["sent_before"]
     wait_for(lambda: browser.json("/waiting/all")["sent_before"] > sent_before, "the clock")
     (sooner,) = send(shop, hours=1)
-    begun = browser.post("/waiting/decide-all", action="cancel", sent_before=sent_before)
+    begun = browser.post("/waiting/decide", action="cancel", sent_before=sent_before)
     assert ended(browser, begun)["done"] == len(counted)
     assert ids_of(browser.json("/waiting")) == [sooner]
 
@@ -869,7 +906,7 @@ def test_a_confirmed_action_on_a_task_by_its_key_reaches_no_other_task(
     ((mine,), (other,)) = send(shop, key=word), send(shop, key=f"x-{word}")
     asked = browser.get(f"/waiting/all?q={word}&action=cancel").text
     assert "Cancel 1 task?" in read(asked).text
-    (target,) = re.findall(r'action="(/waiting/decide-all[^"]*)"', asked)
+    (target,) = re.findall(r'action="(/waiting/decide[^"]*)"', asked)
     (sent_before,) = re.findall(r'name="sent_before" value="([^"]*)"', asked)
     shop.rabbitdelay.cancel(mine)
     begun = browser.post(html.unescape(target), sent_before=html.unescape(sent_before))
@@ -880,11 +917,9 @@ def test_a_confirmed_action_on_a_task_by_its_key_reaches_no_other_task(
 def test_one_due_time_is_set_for_a_single_task_only(shop: Any, browser: Browser) -> None:
     tasks, soon = send(shop, 2), datetime.now(UTC) + timedelta(hours=1)
     sent_before = browser.json("/waiting/all")["sent_before"]
-    for path, fields in (
-        ("/waiting/decide-all", {"action": "postpone", "sent_before": sent_before}),
-        ("/waiting/postpone", {"id": tasks}),
-    ):
-        assert browser.post(path, at=soon.isoformat(), **fields).status_code == 400
+    for fields in ({"sent_before": sent_before}, {"id": tasks}):
+        at = {"action": "postpone", "at": soon.isoformat(), **fields}
+        assert browser.post("/waiting/decide", **at).status_code == 400
     assert all(shop.rabbitdelay.show(each).due > soon for each in tasks)
 
 
@@ -1052,13 +1087,13 @@ def test_undeliverable_messages_are_counted_redriven_and_deleted_as_many_as_were
     assert count(connection, f"{shop.rabbitdelay.topology.prefix}.undeliverable") == 5
 
     nowhere = {"action": "redrive", "to": f"nowhere-{uuid4().hex}", "task": "look"}
-    work = ended(browser, browser.post("/undeliverable/decide-all", count="3", **nowhere))
+    work = ended(browser, browser.post("/undeliverable/decide", count="3", **nowhere))
     assert (work["state"], work["done"]) == ("failed", 0)
     redrive = {"action": "redrive", "task": "look", "count": "3"}
-    assert ended(browser, browser.post("/undeliverable/decide-all", **redrive))["done"] == 3
+    assert ended(browser, browser.post("/undeliverable/decide", **redrive))["done"] == 3
     wait_for(lambda: count(connection, queue) == 3, "the tasks in their queue", PATIENCE)
     purge = {"action": "purge", "count": "1"}
-    assert ended(browser, browser.post("/undeliverable/decide-all", **purge))["done"] == 1
+    assert ended(browser, browser.post("/undeliverable/decide", **purge))["done"] == 1
     assert browser.json("/undeliverable")["read"] == 1
 
 
@@ -1074,12 +1109,12 @@ def test_messages_of_a_misspelt_queue_are_sent_again_to_another_queue(
     page = browser.get("/undeliverable/all", params=chosen).text
     assert "is not a destination that the application allows" in page
     assert ("--" in read(page).text, "Send 0 again" in page) == (False, False)
-    form = Form.of(page, "/undeliverable/decide-all")
+    form = Form.of(page, "/undeliverable/decide")
     counted = browser.get("/undeliverable/all", params={**form, **chosen, "to": queue}).text
     (field,) = [each for tag, each in read(counted).tags if each.get("id") == "to"]
     assert (field["value"], "Send 1 again" in counted) == (queue, True)
-    form = Form.of(counted, "/undeliverable/decide-all") | {"action": "redrive", "to": queue}
-    assert ended(browser, browser.post("/undeliverable/decide-all", **form))["done"] == 1
+    form = Form.of(counted, "/undeliverable/decide") | {"action": "redrive", "to": queue}
+    assert ended(browser, browser.post("/undeliverable/decide", **form))["done"] == 1
     wait_for(lambda: count(connection, queue) == 1, "the task in the other queue", PATIENCE)
 
 
@@ -1144,15 +1179,18 @@ def test_a_purge_shows_its_progress_and_can_be_stopped(
         return real(*arguments)
 
     monkeypatch.setattr(UndeliverableFilter, "matches", matches)
-    begun = browser.post("/undeliverable/decide-all", action="purge", count="6")
+    begun = browser.post("/undeliverable/decide", action="purge", count="6")
     where = begun.headers["Location"]
     wait_for(lambda: read_so_far[0] == 4, "the fourth message", PATIENCE)
     (told,) = browser.get(f"/api{where}").json()["works"]
     assert (told["state"], told["total"]) == ("running", 6)
+    polls = 'hx-trigger="every 1s"'
+    assert polls in browser.get(where).text
     browser.post("/work/stop", key=where.partition("=")[2])
     may_go_on.set()
     told = ended(browser, begun)
     assert (told["state"], told["error"]) == ("stopped", None)
+    assert polls not in browser.get(where).text
     assert 3 <= told["done"] < 6
     wait_for(lambda: count(connection, queue) == 6 - told["done"], "those that stay", PATIENCE)
 
