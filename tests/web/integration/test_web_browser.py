@@ -341,6 +341,7 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
         look()
         tab.press("Cancel 1 task")
         tab.see("Cancelled 1 of 1")
+        look()
         assert state(served, text[:50]) == "cancelled"
     for size, scheme in product((WIDE, PHONE), ("light", "dark")):
         tab.resize(size)
