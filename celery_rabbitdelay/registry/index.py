@@ -20,9 +20,10 @@ SHARDS: Final = 32
 
 #: The kinds of keys: the record of a task; the stored message of a tracked task; the newest task
 #: sent with ``key=``; a lock (``alone``); a job; a rate that several senders share; a schedule, its
-#: running occurrence, and its queued occurrence. The scripts write some of these keys.
+#: running occurrence, and its queued occurrence; the progress of an action of the web page. The
+#: scripts write some of these keys.
 KeyKind: TypeAlias = Literal[
-    "task", "message", "key", "alone", "job", "rate", "schedule", "running", "queued"
+    "task", "message", "key", "alone", "job", "rate", "schedule", "running", "queued", "work"
 ]
 
 

@@ -151,8 +151,9 @@ def _decide_each(
 def work(request: ViewRequest) -> dict[str, object]:
     """Return the progress and the outcomes of one action or, without a key, of all."""
     works = request.site.works
-    chosen = [works.get(request.fields.needed("key"))] if "key" in request.fields else works.all()
-    return {"works": [each.shown() for each in chosen], "words": OUTCOMES}
+    if "key" in request.fields:
+        return {"works": [works.shown(request.fields.needed("key"))], "words": OUTCOMES}
+    return {"works": [each.shown() for each in works.all()], "words": OUTCOMES}
 
 
 def stop(request: ViewRequest) -> dict[str, object]:

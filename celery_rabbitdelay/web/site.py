@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
@@ -27,6 +29,7 @@ from celery_rabbitdelay.registry.index import KindCounts
 from celery_rabbitdelay.registry.states import Holds
 from celery_rabbitdelay.web.options import Options, User
 from celery_rabbitdelay.web.settings import WebSettings
+from celery_rabbitdelay.web.shown import plain
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,9 @@ SHORT: Final = 1.0
 #: How many ended actions are remembered.
 REMEMBERED: Final = 100
 
+
+#: How long the registry keeps an action's progress, in seconds.
+SHARED_FOR: Final = 3_600
 
 #: The error for an unknown key.
 UNKNOWN: Final = (
@@ -113,7 +119,7 @@ class Site:
         self.app = app
         self.delays = delays
         self.options = Options.of(delays.settings_of(WebSettings).web or {}, given)
-        self.works = Works()
+        self.works = Works(delays)
         # Two connections, because one of them waits for the workers' answers.
         self.queues_broker, self._workers = self._broker(), self._broker()
         self._readings: dict[str, Readings[Any]] = {}
@@ -246,11 +252,16 @@ class Work:
     state: str = "running"
     error: str | None = None
 
-    def run(self, does: Does) -> None:
-        """Run the action to its end, and log its outcome."""
-        state = "failed"
+    def run(self, does: Does, share: Callable[[Work], None]) -> None:
+        """Run the action to its end, sharing its progress every second, and log its outcome."""
+        state, next_time = "failed", time.monotonic() + SHORT
         try:
-            does(self)
+            for _ in does(self):
+                if time.monotonic() >= next_time:
+                    share(self)
+                    next_time = time.monotonic() + SHORT
+                if self.stopping.is_set():
+                    break
             state = "stopped" if self.stopping.is_set() else "done"
         except AWAY as error:
             self.error = why(error)
@@ -262,14 +273,15 @@ class Work:
             log_action(self.user, action, self.done, [*self.outcomes] or None)
         finally:
             self.state = state
+            share(self)
 
     def shown(self) -> dict[str, object]:
         """Return the content for a page."""
         return {**vars(self), "user": self.user.name, "stopping": self.stopping.is_set()}
 
 
-#: Performs an action: counts in ``done``, and returns early if ``stopping`` is set.
-Does: TypeAlias = Callable[[Work], None]
+#: Performs an action: counts in ``done``, and yields wherever the action can stop.
+Does: TypeAlias = Callable[[Work], Iterator[None]]
 
 
 def in_batches(batches: Iterator[int]) -> Does:
@@ -279,19 +291,25 @@ def in_batches(batches: Iterator[int]) -> Does:
         batches: Performs one batch at a time, and yields its size.
     """
 
-    def does(work: Work) -> None:
+    def does(work: Work) -> Iterator[None]:
         for number in batches:
             work.done += number
-            if work.stopping.is_set():
-                return
+            yield
 
     return does
 
 
 class Works:
-    """The actions of this process, running or ended lately. Each runs in its own thread."""
+    """The actions of this process, running or ended lately. Each runs in its own thread.
 
-    def __init__(self) -> None:
+    Through the registry, the other processes of the page can show an action's progress.
+
+    Args:
+        delays: The application's delays.
+    """
+
+    def __init__(self, delays: RabbitDelay) -> None:
+        self._delays = delays
         self._works: dict[str, Work] = {}
         self._lock = Lock()
 
@@ -310,10 +328,35 @@ class Works:
                 del self._works[key]
             self._works[work.key] = work
         name = f"rabbitdelay-web-{work.key}"
-        thread = Thread(target=work.run, args=(does,), name=name, daemon=True)
+        thread = Thread(target=work.run, args=(does, self._share), name=name, daemon=True)
         thread.start()
         thread.join(SHORT)
+        if thread.is_alive():
+            self._share(work)
         return work
+
+    def _share(self, work: Work) -> None:
+        if self._delays.has_registry:
+            with suppress(RegistryUnavailable):
+                index, text = self._delays.registry.index, json.dumps(plain(work.shown()))
+                name = index.names.of("work", work.key)
+                index.store.commands(lambda pipe: [pipe.set(name, text, ex=SHARED_FOR)])
+
+    def shown(self, key: str) -> dict[str, object]:
+        """Return the content of an action for a page.
+
+        Raises:
+            HTTPException: No action has the key.
+            RegistryUnavailable: Redis does not answer.
+        """
+        if key in self._works or not self._delays.has_registry:
+            return self.get(key).shown()
+        index = self._delays.registry.index
+        (text,) = index.store.commands(lambda pipe: [pipe.get(index.names.of("work", key))])
+        if text is None:
+            raise HTTPException(404, UNKNOWN)
+        found = json.loads(text)
+        return {**found, "began": datetime.fromisoformat(found["began"])}
 
     def get(self, key: str) -> Work:
         """Return the action with a key.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -180,7 +181,7 @@ def decide(request: ViewRequest) -> dict[str, object]:
     count = request.fields.number("count", 0, 10**9)
     wanted, _ = _filter(request), request.duration("delay")  # reject invalid fields early
 
-    def does(work: Work) -> None:
+    def does(work: Work) -> Iterator[None]:
         report = RemovalReport()
 
         def matches(found: read.UndeliverableMessage) -> bool:
@@ -196,6 +197,7 @@ def decide(request: ViewRequest) -> dict[str, object]:
             request.site.outdate("undeliverable")
         if report.stopped not in (None, STOPPED):
             raise OperationalError(report.stopped)
+        yield
 
     chosen = " ".join(f"{name}={value!r}" for name, value in _chosen(request))
     about = f"undeliverable messages with {chosen}" if chosen else "all undeliverable messages"

@@ -702,6 +702,17 @@ def test_arguments_are_hidden_unless_they_are_allowed_and_masked_by_a_function(
     assert "card 4711" not in shown(shows_arguments=True, mask=fails)
 
 
+def test_another_process_shows_an_action_but_does_not_stop_it(shop: Any, browser: Browser) -> None:
+    begun = browser.post("/waiting/decide", action="cancel", id=["nobody's"])
+    own, other = ended(browser, begun), Browser(application(shop))
+    assert other.json("/work", key=own["key"])["works"] == [own]
+    page = other.get("/work", params={"key": own["key"]})
+    assert (page.status_code, "nobody&#39;s" in page.text) == (200, True)
+    assert other.get("/work", params={"key": "unknown"}).status_code == 404
+    operator = Browser(application(shop, loopback_role="operator"))
+    assert operator.post("/work/stop", key=own["key"]).status_code == 404
+
+
 def test_an_action_does_what_it_says_for_each_task_and_is_logged(
     shop: Any, browser: Browser, caplog: pytest.LogCaptureFixture
 ) -> None:

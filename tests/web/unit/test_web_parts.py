@@ -7,6 +7,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
 from threading import Event, Timer
+from types import SimpleNamespace
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -111,7 +113,8 @@ def test_only_so_much_work_goes_on_at_a_time_and_it_stops_between_batches(
 ) -> None:
     monkeypatch.setattr("celery_rabbitdelay.web.site.REMEMBERED", 6)
     monkeypatch.setattr("celery_rabbitdelay.web.site.SHORT", 0.01)
-    works, may_go_on = Works(), Event()
+    alone: Any = SimpleNamespace(has_registry=False)
+    works, may_go_on = Works(alone), Event()
 
     def batches() -> Iterator[int]:
         yield 1
