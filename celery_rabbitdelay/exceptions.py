@@ -721,7 +721,7 @@ class RegistryRequired(RabbitDelayError, TypeError, page="how-to/registry"):
 
     what: str
 
-    text: ClassVar[str] = "{self.what} needs the registry: set rabbitdelay_registry_url (redis://…)"
+    text: ClassVar[str] = "{self.what} needs the registry: set rabbitdelay_registry_url"
 
 
 class RegistryUnavailable(RabbitDelayError, OperationalError, page="how-to/registry"):

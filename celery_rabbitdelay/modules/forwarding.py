@@ -200,10 +200,16 @@ def to_undeliverable(
         reason: Why the message cannot be delivered.
         received: The parsed headers of the received message, with the earlier failures.
     """
-    failures = received.failures or Failures(1, wall_clock.ms(), reason)
+    failures = _one_more(received.failures or outgoing.message.headers.failures, reason)
     left = with_destination(outgoing, failures=failures, reason=reason, redriven=received.redriven)
     exchange = topology.module_queues.undeliverable.exchange.name
     return Outgoing(exchange, outgoing.routing_key, left)
+
+
+def _one_more(former: Failures | None, reason: str) -> Failures:
+    """Add a failure with this reason to the earlier failures."""
+    attempts, since_ms, first_reason = former or (0, wall_clock.ms(), reason)
+    return Failures(attempts + 1, min(since_ms, wall_clock.ms()), first_reason)
 
 
 def without_headers(outgoing: Outgoing) -> Outgoing:
@@ -424,10 +430,8 @@ class Redelivery:
         Returns:
             The failures, the reason, and the end of the wait, which is None after the last retry.
         """
-        now_ms = wall_clock.ms()
-        attempts, since_ms, first_reason = former or (0, now_ms, reason)
-        failures = Failures(attempts + 1, min(since_ms, now_ms), first_reason)
-        failing = (now_ms - failures.since_ms) / _MS_PER_S
+        failures = _one_more(former, reason)
+        failing = (wall_clock.ms() - failures.since_ms) / _MS_PER_S
         if failing >= self.seconds:
             return failures, _explained(failures, reason), None
         first, share = PAUSES_WITH_COPIES if makes_copies else PAUSES

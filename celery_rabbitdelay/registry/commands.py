@@ -11,6 +11,7 @@ from itertools import chain, islice
 from typing import Any, Final
 
 import click
+from celery.utils.time import LocalTimezone
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
@@ -18,9 +19,9 @@ from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, duration_text, instant_of
 from celery_rabbitdelay.registry.decision import Outcome
-from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.known import KnownTask
 from celery_rabbitdelay.registry.pauses import Paused
+from celery_rabbitdelay.registry.query import matcher
 from celery_rabbitdelay.registry.search import Search
 
 #: The text that a command prints for each outcome.
@@ -65,22 +66,25 @@ def with_registry() -> Iterator[RabbitDelay]:
 def pending(search: Sequence[str], limit: int) -> None:
     """List waiting tracked tasks by due time: all, or those that a SEARCH finds.
 
-    A search has terms, such as: task:store.* key:order:4711* state:overdue due:<2h
+    A search has terms, quoted for the shell: 'task:store.* key:order:4711* state:overdue due:<2h'
     """
     with searched(search) as wanted:
-        count, since = wanted.count(), wanted.delays.pending_since()
-        shown, state = [*islice(wanted.tasks(), limit)], wanted.context.holds.state
+        tasks, since = wanted.tasks(), wanted.delays.pending_since()
+        shown, state = [*islice(tasks, limit)], wanted.context.holds.state
+        # An index counts without reading all records, if it holds exactly the matching tasks.
+        is_read = wanted.ids is not None or wanted.filter.needs_records
+        count = len(shown) + sum(1 for _ in tasks) if is_read else wanted.count()
     more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
     last = (
         f"{count:,} tracked tasks wait{more} (untracked tasks are not listed: see status); "
         f"the list is complete since {shared.local(since)}"
     )
-    tasks = [{**task._asdict(), "state": state(task)} for task in shown]
+    listed = [{**task._asdict(), "state": state(task)} for task in shown]
     table = [("due", "in", "state", "task", "id", "key", "job")]
     for each in shown:
         due = shared.local(each.due), _when(each.due).removeprefix("in "), state(each)
         table.append((*due, each.task, each.task_id, each.key or "", each.job or ""))
-    found = {"count": count, "since": since, "tasks": tasks}
+    found = {"count": count, "since": since, "tasks": listed}
     shared.answer(found, chain(shared.aligned(table), [last]))
 
 
@@ -92,7 +96,7 @@ def searched(terms: Sequence[str]) -> Iterator[Search]:
         click.UsageError: The search is invalid, or the application has no registry.
     """
     with with_registry() as delays, shared.usage_errors(exceptions.InvalidSearch):
-        yield Search.of(delays, " ".join(terms))
+        yield Search.of(delays, " ".join(terms), LocalTimezone())
 
 
 #: The arguments that choose a command's tasks; see :func:`_of_each`.
@@ -211,16 +215,19 @@ def cancel(
             raise click.UsageError("--dry-run needs --search")
         _decide(tasks, key, "cancel", also_future=also_future)
         return
-    if tasks or key is not None or also_future or not search.strip():
-        takes = "--search takes terms, and excludes ids, --key and --also-future"
-        raise click.UsageError(takes)
+    if tasks or key is not None or also_future:
+        raise click.UsageError("--search excludes ids, --key and --also-future")
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json cannot ask for confirmation: pass --yes or --dry-run")
     cancelled = 0
     with searched([search]) as wanted:
-        registry, job = wanted.delays.registry, wanted.filter.job
-        if job and registry.jobs.state(job) is JobState.OPEN:
-            raise click.UsageError(f"job {job!r} is open: abort all of it with job abort {job}")
+        if not wanted.query.terms:
+            raise click.UsageError("--search takes terms: to cancel all tasks, search for task:*")
+        registry, is_of = wanted.delays.registry, matcher(wanted.query, "job")
+        jobs = [*filter(is_of, registry.jobs.open_ones(registry.now_ms()))]
+        if jobs and wanted.query.named("job"):
+            takes = f"abort all of it with job abort {jobs[0]}"
+            raise click.UsageError(f"job {jobs[0]!r} is open: {takes}")
         end = instant_of(registry.now_ms() + 1)
         count = wanted.count()
         if count and not (yes or dry_run):

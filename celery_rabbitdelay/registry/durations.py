@@ -17,7 +17,7 @@ def left(instant: datetime) -> str:
 
 def brief(seconds: float) -> str:
     """Format a length of time in its two largest units, without a zero: ``2 h 5 min``, ``3 d``."""
-    rest, words = round(seconds), list[str]()
+    rest, words = max(round(seconds), 0), list[str]()  # clocks may differ
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
         number, rest = divmod(rest, length)
         if number or words:

@@ -18,6 +18,7 @@ from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.record import MessageFacts, TaskState, possible_queues, record_of
 from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.registry.states import ON_ITS_WAY
 
 #: The explanation of a task that does not wait, by its state.
 ENDED: Final = {
@@ -202,6 +203,8 @@ def reasons(task: KnownTask, others: Mapping[str, Counts]) -> list[Reason]:
     if not is_due:
         again = ", because it was postponed" if task.postponed == task.due else ""
         found.insert(0, Reason(f"Due {left(task.due)}{again}."))
+    elif not found and task.due >= wall_clock.now() - ON_ITS_WAY:
+        found.append(Reason("The task is due now, and on its way to a worker."))
     elif not found:
         found.append(_overdue(task, DISTRIBUTE not in unserved_modules(others)))
     if task.missing:
@@ -246,11 +249,13 @@ def _overdue(task: KnownTask, is_distributed: bool) -> Reason:
         return Reason(f"The task is due, but its queue does not exist: {words}.", "queue")
     if task.job:
         elsewhere = " If its job was open, it returns within ten minutes after the commit."
-    elif "paused" in task.may_be_in:
-        elsewhere = " Held tasks are returning to their queues; it may be one of them."
+    if "paused" in task.may_be_in:
+        elsewhere += " Held tasks are returning to their queues; it may be one of them."
     hint = f"Messages in the queue: {counts['messages']:,}."
     if not counts["messages"]:
         holder = "a worker has prefetched it, or " if counts["consumers"] else ""
+        names = ", ".join(name for name in task.may_be_in if name != "paused")
+        holder += f"its message is in {names}, or " if names else ""
         about, words = "lost", f"and its queue is empty: {holder}its message was lost"
         hint = "Running it now (postpone --delay 0) sends a new message; the task runs only once."
     elif counts["consumers"]:

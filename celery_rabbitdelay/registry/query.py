@@ -240,7 +240,7 @@ def filter_of(query: Query, context: Context) -> Filter:
     only = {name: each[0] for name, each in texts.items() if len(each) == 1 and each[0]}
     names = {*_OF_TEXT} - {"task", "queue", *only}
     conditions: list[Callable[[Pending], bool]]
-    conditions = [_matcher(query, each) for each in names if query.named(each)]
+    conditions = [_condition(query, each) for each in names if query.named(each)]
     if (sent := query.span("sent", holds.now, context.zone)) != (None, None):
         conditions.append(lambda task: sent.has(task.sent))
     if states and states != {"waiting"} and not by_kind:
@@ -272,7 +272,7 @@ def filter_of(query: Query, context: Context) -> Filter:
 
 def kinds_of(query: Query, context: Context) -> list[Kind]:
     """Return the kinds of waiting tasks that a search may match."""
-    of_task, of_queue = _matcher(query, "task"), _matcher(query, "queue")
+    of_task, of_queue = _condition(query, "task"), _condition(query, "queue")
     return [each for each in context.kinds if of_task(each) and of_queue(each)]
 
 
@@ -310,11 +310,21 @@ def _escaped(character: str) -> str:
     return character if character.isprintable() else f"\\u{{{ord(character):x}}}"
 
 
-def _matcher(query: Query, name: str) -> Callable[[Pending | Kind], bool]:
+def _condition(query: Query, name: str) -> Callable[[Pending | Kind], bool]:
     """Return a predicate: a task or kind matches a term of this name, or no term has the name."""
+    matches, text_of = matcher(query, name), attrgetter("task_id" if name == "id" else name)
+    return lambda each: matches(text_of(each))
+
+
+def matcher(query: Query, name: str) -> Callable[[str | None], bool]:
+    """Return a predicate: a text matches a term of this name, or no term has the name.
+
+    None stands for a task without a key or a job, which matches no term.
+    """
     patterns = [_pattern(each.parts) for each in query.named(name)]
-    text_of = attrgetter("task_id" if name == "id" else name)
-    return lambda each: not patterns or any(one.fullmatch(text_of(each) or "") for one in patterns)
+    return lambda text: (
+        not patterns or (text is not None and any(each.fullmatch(text) for each in patterns))
+    )
 
 
 def _pattern(parts: Sequence[str], is_word: bool = False) -> re.Pattern[str]:
@@ -351,7 +361,8 @@ def _span_of(term: Term, now: datetime, zone: tzinfo) -> Span:
             return datetime.combine(day, time(), zone), datetime.combine(day + _DAY, time(), zone)
         instant = datetime.fromisoformat(text)
         instant = instant if instant.tzinfo else instant.replace(tzinfo=zone)
-        return instant, instant + _MINUTE
+        has_seconds = instant.second or instant.microsecond
+        return instant, instant + (timedelta(milliseconds=1) if has_seconds else _MINUTE)
 
     text = "".join(term.parts)
     sign, (first, dots, last) = text[:1], text.partition("..")

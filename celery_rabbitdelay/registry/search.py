@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, tzinfo
+from hashlib import sha256
 from typing import Final, Self
 
 from celery_rabbitdelay.app.extension import RabbitDelay
@@ -47,6 +48,7 @@ class Search:
         cls,
         delays: RabbitDelay,
         text: str,
+        zone: tzinfo,
         now: datetime | None = None,
         shown: Callable[[str, str], str | None] | None = lambda _, text: text,
     ) -> Self:
@@ -55,6 +57,7 @@ class Search:
         Args:
             delays: The application's delays.
             text: The search.
+            zone: The time zone of dates in the search.
             now: The present. A confirmed action passes the instant at which its tasks were counted.
             shown: Masks a text with the arguments of a task; words then match the masked text. None
                 if words do not match arguments.
@@ -63,8 +66,8 @@ class Search:
             InvalidSearch: The search is invalid.
             RegistryUnavailable: Redis does not answer.
         """
-        registry, zone = delays.registry, delays.app.timezone
-        query, now = _exact(registry, Query.of(text)), now or wall_clock.now()
+        registry, now = delays.registry, now or wall_clock.now()
+        query = _exact(registry, Query.of(text))
         holds, now_ms = Holds.at(delays, now), milliseconds_of(now)
         due = [each for each in query.span("due", now, zone) if each is not None]
         instants = [holds.late_ms, *(now_ms + each for each in SOON.values()), *due]
@@ -79,10 +82,22 @@ class Search:
         kinds = [each.kind for each in summary.kinds]
         context = Context(holds, zone, kinds, arguments if shown else None)
         wanted = filter_of(query, context)
-        ids = query.texts("id") or None
+        ids = [*dict.fromkeys(query.texts("id"))] or None
         if ids is None and wanted.key is not None:
             ids = registry.waiting_under(wanted.key)
         return cls(delays, query, context, wanted, ids, summary)
+
+    @property
+    def held_by(self) -> str:
+        """A digest of the pauses and open jobs; empty if the search does not ask for states.
+
+        Pauses and jobs decide the states of tasks, so a resume or a commit changes what the search
+        finds.
+        """
+        holds = self.context.holds
+        held = sorted((each.task or "", each.queue or "") for each in holds.paused)
+        text = repr((held, sorted(filter(None, holds.jobs))))
+        return sha256(text.encode()).hexdigest() if self.query.states() else ""
 
     def sent_before(self, end: datetime) -> Self:
         """Return the search without tasks that were sent at an instant or later."""

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
 from typing import Final, TypeAlias
 
+from starlette.exceptions import HTTPException
+
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.exceptions import InvalidDelay
+from celery_rabbitdelay.exceptions import InvalidDelay, NotTracked
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, check_max_delay, instant_of, milliseconds_of
 from celery_rabbitdelay.registry.commands import WORDS
@@ -30,11 +32,13 @@ MOST_IN_SEE: Final = 4_000
 #: The pages that an action may lead back to.
 BACK: Final = ("waiting?", "waiting/task?")
 
-#: The outcome of a task whose due time the action leaves unchanged.
-KEPT: Final = "kept"
-
 #: The outcomes in words.
-OUTCOMES: Final = {**{each.value: WORDS[each] for each in WORDS}, KEPT: "unchanged"}
+OUTCOMES: Final = {
+    **{each.value: WORDS[each] for each in WORDS},
+    "kept": "unchanged",
+    "unconfirmed": "not confirmed: see the task",
+    "untracked": "unchanged: only a tracked task can run earlier",
+}
 
 #: Returns a task's new due time from its id and its present due time; None for no change.
 Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
@@ -67,6 +71,7 @@ def confirm(request: ViewRequest) -> dict[str, object]:
         "q": str(search.query),
         "ids": ids,
         "sent_before": None if ids else end,
+        "held_by": search.held_by,
         "count": max(count, found_before(fields)) if may_be_more else count,
         "may_be_more": may_be_more,
         "searched": search.most_read,
@@ -102,6 +107,9 @@ def _decide_matching(request: ViewRequest, until: Until | None) -> tuple[str, in
     if end is None:
         raise Wrong("sent_before", "takes the instant that /api/waiting/all returns")
     search = PagedSearch.of_request(request, end)
+    if search.held_by != request.fields.get("held_by", ""):
+        changed = "A pause or a job has begun or ended since the count. Search again, and confirm."
+        raise HTTPException(409, changed)
     wanted = search.sent_before(end)
     _, count, may_be_more = search.counted()
     about = f"tasks that match {search.query}" if search.query.terms else "all tracked tasks"
@@ -137,14 +145,19 @@ def _decide_each(
     for task_id, due in tasks:
         # A task that does not wait is postponed to any time, for its outcome.
         eta = until(task_id, due) if until and due else wall_clock.now()
-        if until is None:
-            outcome = delays.cancel(task_id, also_future=False).value
-        elif eta is None:
-            outcome = KEPT
-        else:
-            outcome = delays.postpone(task_id, eta=eta, also_future=False).value
-        if task_id in outcomes:
-            outcomes[task_id] = outcome
+        outcome = "unconfirmed"  # stays if a server fails
+        try:
+            if until is None:
+                outcome = delays.cancel(task_id, also_future=False).value
+            elif eta is None:
+                outcome = "kept"
+            else:
+                outcome = delays.postpone(task_id, eta=eta, also_future=False).value
+        except NotTracked:
+            outcome = "untracked"
+        finally:
+            if task_id in outcomes:
+                outcomes[task_id] = outcome
         yield int(outcome == Outcome.DONE.value)
 
 
@@ -153,7 +166,7 @@ def work(request: ViewRequest) -> dict[str, object]:
     works = request.site.works
     if "key" in request.fields:
         return {"works": [works.shown(request.fields.needed("key"))], "words": OUTCOMES}
-    return {"works": [each.shown() for each in works.all()], "words": OUTCOMES}
+    return {"works": [{**each.shown(), "outcomes": {}} for each in works.all()], "words": OUTCOMES}
 
 
 def stop(request: ViewRequest) -> dict[str, object]:

@@ -59,7 +59,7 @@ class PagedSearch(Search):
         """
         options, text = request.site.options, request.fields.get("q", "")
         shown = options.shown if options.shows_arguments else None
-        return cls.of(request.with_registry, text, now, shown)
+        return cls.of(request.with_registry, text, request.site.app.timezone, now, shown)
 
     @property
     def needs_records(self) -> bool:

@@ -188,8 +188,9 @@ def test_the_command_asks_before_it_cancels_what_a_search_finds(shop: Any) -> No
     assert told == {"count": 0, "cancelled": 0, "dry_run": False}
     for options, why in (
         ("--dry-run", "--dry-run needs --search"),
-        ("x --search task:look", "--search takes terms, and excludes ids, --key and --also-future"),
-        ("--search job:others -y", "job 'others' is open: abort all of it with job abort others"),
+        ("x --search task:look", "--search excludes ids, --key and --also-future"),
+        ("--search job:oth* -y", "job 'others' is open: abort all of it with job abort others"),
+        ("--search * -y", "--search takes terms: to cancel all tasks, search for task:*"),
         ("--search task:look --json", "--json cannot ask for confirmation: pass --yes or"),
         ("--yes", "pass task ids, or --key"),
     ):
