@@ -319,11 +319,13 @@ def _condition(query: Query, name: str) -> Callable[[Pending | Kind], bool]:
 def matcher(query: Query, name: str) -> Callable[[str | None], bool]:
     """Return a predicate: a text matches a term of this name, or no term has the name.
 
-    None stands for a task without a key or a job, which matches no term.
+    None stands for a task without a key or a job, which matches only ``key:""`` or ``job:""``.
     """
-    patterns = [_pattern(each.parts) for each in query.named(name)]
+    terms = query.named(name)
+    patterns = [(_pattern(each.parts), each.parts == ("",)) for each in terms]
     return lambda text: (
-        not patterns or (text is not None and any(each.fullmatch(text) for each in patterns))
+        not terms
+        or any(is_empty if text is None else each.fullmatch(text) for each, is_empty in patterns)
     )
 
 

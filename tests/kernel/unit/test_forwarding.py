@@ -382,8 +382,9 @@ def test_a_message_is_undeliverable_with_its_first_destination_and_the_last_reas
     properties = once.message.amqp().properties
     assert (once.message.body, properties.get("expiration")) == (b"body", None)
     twice = to_undeliverable(TOPOLOGY, once._replace(exchange="other"), "it is gone")
-    why = {header_names.REASON: "it is gone", header_names.FIRST_REASON: "it is gone"}
-    assert headers_of(twice) == {**told, **failed, **why}
+    why = {header_names.REASON: "it is gone", header_names.FIRST_REASON: "it is full"}
+    assert headers_of(twice) == {**told, **failed, **why, header_names.ATTEMPTS: 2}
     earlier = DelayHeaders(failures=Failures(9, NOW - 60_000, "it was full"))
     at_last = headers_of(to_undeliverable(TOPOLOGY, refused, "it is gone", earlier))
     assert at_last[header_names.FAILED_SINCE] == NOW - 60_000
+    assert at_last[header_names.ATTEMPTS] == 10

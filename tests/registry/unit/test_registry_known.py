@@ -13,6 +13,7 @@ from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.registry.durations import brief, left
 from celery_rabbitdelay.registry.known import Reason, are_returning, reasons
 from celery_rabbitdelay.registry.pauses import Paused
+from celery_rabbitdelay.registry.states import ON_ITS_WAY
 
 NOW = datetime.fromisoformat("2026-11-30T12:00:00+00:00")
 HOUR = timedelta(hours=1)
@@ -61,6 +62,14 @@ def test_an_overdue_task_has_one_reason(
     assert (found.about, words in found.words) == (about, True), found.words
 
 
+def test_a_task_may_be_elsewhere_and_at_first_it_is_on_its_way() -> None:
+    (early,) = why(due=NOW - ON_ITS_WAY, **in_queue(0, 0))
+    assert early.words == "The task is due now, and on its way to a worker."
+    (late,) = why(may_be_in={"undeliverable": 3, "rabbitdelay.seconds.4": 1}, **in_queue(0, 0))
+    where = "its message is in undeliverable, rabbitdelay.seconds.4, or its message was lost."
+    assert where in late.words
+
+
 @pytest.mark.parametrize("counts", [in_queue(0, 1), in_queue(3, 0), in_queue(3, 1)])
 def test_a_task_that_is_not_in_its_queue_may_be_on_its_way_back(counts: dict[str, Any]) -> None:
     (plain,) = why(**counts)
@@ -68,6 +77,8 @@ def test_a_task_that_is_not_in_its_queue_may_be_on_its_way_back(counts: dict[str
     (committed,) = why(job="import", job_state="committed", **counts)
     assert "Held tasks are returning to their queues" in resumed.words
     assert "within ten minutes after the commit" in committed.words
+    (both,) = why(job="import", may_be_in={"paused": 4}, **counts)
+    assert both.words.count("returning") == both.words.count("commit.") == 1
     assert "returning" not in plain.words
     assert "commit" not in plain.words
 

@@ -229,6 +229,20 @@ def test_what_a_term_does_not_take_is_named_with_what_it_takes(text: str) -> Non
     assert str(wrong.value).startswith(f"cannot search for {text!r}"[:-1])
 
 
+@pytest.mark.parametrize("name", ["key", "job"])
+def test_a_wildcard_needs_a_key_or_a_job(name: str) -> None:
+    tasks = [task(task_id="with", **{name: "x"}), task(task_id="without")]
+    assert found(f"{name}:*", tasks) == ["with"]
+    assert found(f'{name}:""', tasks) == ["without"]
+
+
+def test_an_instant_with_seconds_is_exact() -> None:
+    tasks = [task(due=datetime(2030, 2, 3, 9, 0, second, tzinfo=TOKYO)) for second in (30, 31)]
+    assert len(found("due:2030-02-03T09:00", tasks)) == 2
+    assert len(found("due:2030-02-03T09:00:30", tasks)) == 1
+    assert len(found("due:>2030-02-03T09:00:30", tasks)) == 1
+
+
 def test_terms_are_added_replaced_and_removed() -> None:
     query = Query.of("task:a 4711 task:b* due:<2h")
     assert str(query.replaced("task", Term.of("task", "x y"))) == '4711 due:<2h task:"x y"'

@@ -773,11 +773,13 @@ def test_an_action_that_fails_midway_names_the_tasks_that_are_left(
     begun = browser.post("/waiting/decide", action="cancel", id=ids, back="waiting?q=task:look")
     work = ended(browser, begun)
     assert (work["state"], work["done"], work["total"]) == ("failed", 1, 3)
-    assert work["outcomes"] == {ids[0]: "done", ids[1]: None, ids[2]: None}
+    assert work["outcomes"] == {ids[0]: "done", ids[1]: "unconfirmed", ids[2]: None}
     page = browser.get(begun.headers["Location"]).text
     shown = read(page).text
     assert "redis://:**@host is away" in shown
-    for words, task_id in zip(("done", "not confirmed", "not confirmed"), ids, strict=True):
+    for words, task_id in zip(
+        ("done", "not confirmed: see the task", "not tried"), ids, strict=True
+    ):
         assert f"{words}{task_id}" in shown
     assert 'href="/waiting?q=task:look"' in page
 
@@ -815,6 +817,21 @@ def test_a_browser_can_go_back_to_a_confirmation_and_to_an_outcome(
     assert ended(browser, browser.post("/waiting/decide", action="cancel", id=many))["done"] == 0
 
 
+def test_a_search_for_states_is_confirmed_again_after_a_resume(shop: Any, browser: Browser) -> None:
+    (held,) = send(shop)
+    shop.rabbitdelay.pause(task="look")
+    counted = browser.json("/waiting/all", q=f"state:waiting id:{held}")
+    confirmed = {"action": "cancel", **{each: counted[each] for each in ("sent_before", "held_by")}}
+    shop.rabbitdelay.resume(task="look")
+    refused = browser.post(f"/waiting/decide?q=state:waiting id:{held}", **confirmed)
+    assert (refused.status_code, shop.rabbitdelay.show(held).state) == (409, "waiting")
+    assert "A pause or a job has begun or ended since the count" in refused.text
+    counted = browser.json("/waiting/all", q=f"state:waiting id:{held}")
+    confirmed["held_by"] = counted["held_by"]
+    begun = browser.post(f"/waiting/decide?q=state:waiting id:{held}", **confirmed)
+    assert ended(browser, begun)["done"] == 1
+
+
 def test_a_task_whose_message_was_lost_is_sent_again_by_run_now(
     shop: Any, browser: Browser, connection: Connection
 ) -> None:
@@ -822,7 +839,8 @@ def test_a_task_whose_message_was_lost_is_sent_again_by_run_now(
     wait_for(lambda: count(connection, queue) == 2, "the messages", PATIENCE)
     channel: Any = connection.default_channel
     channel.queue_purge(queue)
-    assert "Running it now (postpone --delay 0) sends a new message" in why_not(browser, lost)[0]
+    hint = "Running it now (postpone --delay 0) sends a new message"
+    wait_for(lambda: hint in why_not(browser, lost)[0], "the reason", PATIENCE)
     ahead = browser.json("/waiting/task", id=lost)["history"][-1]["words"]
     assert ahead == "'Run now' sends it again"
     begun = browser.post("/waiting/decide", action="run-now", id=[lost])
