@@ -81,17 +81,25 @@ def _processor(process: Path) -> float:
 
 
 def waiting(
-    *, tasks: int = 100_000, tolerance: int = 60, nodes: int = 1, argument: int = 0
+    *,
+    tasks: int = 100_000,
+    tolerance: int = 60,
+    nodes: int = 1,
+    argument: int = 0,
+    only: str = "",
 ) -> None:
     """The resources that waiting tasks use on a node, plain and in envelopes.
 
     ``--tolerance`` is that of envelopes, in seconds. ``--argument`` adds bytes to each task. With
-    several ``--nodes``, a cluster of RabbitMQ 4.3 is started.
+    several ``--nodes``, a cluster of RabbitMQ 4.3 is started. ``--only`` takes ``plain`` or
+    ``envelopes``.
     """
     for name, options in {
         "plain": {"envelopes": False},
-        "in envelopes": {"tolerance": tolerance},
+        "envelopes": {"tolerance": tolerance},
     }.items():
+        if only not in ("", name):
+            continue
         with ExitStack() as stack:
             if nodes == 1:
                 brokers = [stack.enter_context(private_broker())]
