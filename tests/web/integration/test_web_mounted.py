@@ -106,7 +106,7 @@ def test_below_its_path_the_page_is_whole_and_all_other_paths_are_the_applicatio
     ):
         assert client.get("/tasks/now").status_code == 401
         client.auth = OPERATOR, PASSWORD
-        assert "Page not found" in client.get("/tasks/nowhere").text
+        assert "Not found" in client.get("/tasks/nowhere").text
         assert server.not_found in client.get("/nowhere").text
         all_that_its_pages_link_is_below_its_path(server, client)
         a_task_is_cancelled_with_the_form_of_its_page(shop, client)
