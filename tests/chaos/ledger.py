@@ -143,9 +143,15 @@ class Ledger:
     places: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     troubles: list[Trouble] = field(default_factory=list)
     _read: dict[Path, int] = field(default_factory=lambda: defaultdict(int))
+    _ends: list[tuple[str, Any]] = field(default_factory=list)
 
     def read(self, folder: Path) -> None:
-        """Add what was noted in a folder since it was read last."""
+        """Add what was noted in a folder since it was read last.
+
+        Processes write to files of their own, which are read one after the other, so the end of a
+        send may be read before its beginning: such ends wait for the next reading.
+        """
+        notes, self._ends = self._ends, []
         for path in sorted(folder.glob("*.notes")):
             with path.open("rb") as file:
                 file.seek(self._read[path])
@@ -153,7 +159,12 @@ class Ledger:
                     if not line.endswith(b"\n"):
                         break  # it is half written at this moment
                     self._read[path] += len(line)
-                    self.add(*json.loads(line))
+                    notes.append(json.loads(line))
+        for kind, note in sorted(notes, key=_is_end):
+            if _is_end((kind, note)) and note["id"] not in self.sent:
+                self._ends.append((kind, note))
+            else:
+                self.add(kind, note)
 
     def add(self, kind: str, note: Mapping[str, Any]) -> None:
         """Add a note."""
@@ -184,6 +195,11 @@ class Ledger:
         elif known.outcome != "confirmed":
             for name, value in note.items():
                 setattr(known, name, value)
+
+
+def _is_end(note: tuple[str, Any]) -> bool:
+    """Return whether a note says how a send has ended."""
+    return note[0] == "sent" and "began_ms" not in note[1]
 
 
 class Notes:
