@@ -242,7 +242,7 @@ class LayoutConflict(RabbitDelayError, OperationalError, page="how-to/layout"):
     advice: str = "use another rabbitdelay_prefix"
 
     text: ClassVar[str] = (
-        "the levels under the prefix {self.prefix!r} differ on the broker: {self.advice}. "
+        "the delay levels under the prefix {self.prefix!r} differ on the broker: {self.advice}. "
         "The broker's reply: {self.reply}"
     )
 
@@ -263,9 +263,9 @@ class TopologyIncomplete(RabbitDelayError, OperationalError, page="how-to/declar
         more = f" and {len(self.missing) - 5} more" if len(self.missing) > 5 else ""
         return (
             f"the layout under the prefix {self.prefix!r} is incomplete on the broker, missing: "
-            f"{shown}{more}. Run `celery rabbitdelay declare --queues`; or declare the levels with "
-            "celery_rabbitdelay.kombu.declare, and declare the queues of the tasks and bind them "
-            'with bind_destination; or set rabbitdelay_declare = "auto"'
+            f"{shown}{more}. Run `celery rabbitdelay declare --queues`; or declare the delay "
+            "levels with celery_rabbitdelay.kombu.declare, and declare the tasks' queues and bind "
+            'them with bind_destination; or set rabbitdelay_declare = "auto"'
         )
 
 
@@ -274,7 +274,7 @@ class TopologyNotEmpty(RabbitDelayError, page="how-to/declare"):
 
     Attributes:
         prefix: The topology's prefix.
-        waiting: The number of messages in each queue, by the queue's name.
+        waiting: The number of messages in each queue, keyed by the queue's name.
     """
 
     prefix: str
@@ -296,7 +296,7 @@ class TopologyInUse(RabbitDelayError, page="how-to/declare"):
 
     Attributes:
         prefix: The topology's prefix.
-        consumers: The number of consumers of each queue, by the queue's name.
+        consumers: The number of consumers of each queue, keyed by the queue's name.
     """
 
     prefix: str
@@ -336,16 +336,16 @@ class NeedsDistribution(
     because callers and Celery itself expect that error if a task or its callback cannot be sent.
 
     Attributes:
-        what: The message, by its exchange and routing key or by its priority.
+        what: The message: its exchange and routing key, or its priority.
     """
 
     what: str
 
     text: ClassVar[str] = (
-        "{self.what} cannot be delayed: the levels deliver only to a single queue, at priority 4 "
-        "or below. Use one queue of task_queues and a priority of at most 4; or add "
-        '"distribution" to rabbitdelay_modules; or call send_many without envelopes=True; or set '
-        "rabbitdelay=False on the task to keep Celery's own behavior"
+        "{self.what} cannot be delayed: the delay levels deliver only to a single queue, at "
+        "priority 4 or below. Use one queue of task_queues and a priority of at most 4, or add "
+        '"distribution" to rabbitdelay_modules. For send_many, leave out envelopes=True. To keep '
+        "Celery's own behavior, set rabbitdelay=False on the task"
     )
 
 
@@ -366,9 +366,9 @@ class MessageTooLarge(RabbitDelayError, OperationalError, ValueError, page="refe
 
     text: ClassVar[str] = (
         "a body of {self.size:,} bytes is larger than rabbitdelay_max_message_bytes, "
-        "{self.bound:,}: send a reference instead of the content; or send it without compression "
-        "to one queue of task_queues, with a priority of at most 4 and a delay within the levels' "
-        "capacity; or raise the setting on workers and producers"
+        "{self.bound:,}: send a reference instead of the content, or raise the setting on workers "
+        "and producers. A larger body is possible only without compression, to one queue of "
+        "task_queues, with a priority of at most 4 and a delay within the levels' capacity"
     )
 
 
@@ -807,7 +807,7 @@ class InvalidManagementURL(RabbitDelayError, ValueError, page="how-to/verify"):
 
     url: str
 
-    text: ClassVar[str] = "invalid management URL {self.url!r}: give one such as http://host:15672"
+    text: ClassVar[str] = "invalid management URL {self.url!r}: use one such as http://host:15672"
 
 
 class ManagementUnavailable(RabbitDelayError, OperationalError, page="how-to/verify"):
@@ -826,7 +826,7 @@ class ManagementUnavailable(RabbitDelayError, OperationalError, page="how-to/ver
     text: ClassVar[str] = (
         "the management API {self.url} cannot be used: {self.reason}. Enable it on the broker "
         "(rabbitmq-plugins enable rabbitmq_management), and set --management or its variable "
-        "RABBITDELAY_MANAGEMENT_URL, with a user of the tag 'monitoring'; or see how-to/hosted"
+        "RABBITDELAY_MANAGEMENT_URL, with a user that has the tag 'monitoring'; see how-to/hosted"
     )
 
 

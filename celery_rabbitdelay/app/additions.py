@@ -26,12 +26,12 @@ class Entry(NamedTuple):
         group: A :class:`.SettingsGroup`, for the addition's settings.
         settings: The names of these settings, without ``rabbitdelay_``.
         options: The names of its options of ``apply_async``.
-        methods: The attributes that it adds to ``app.rabbitdelay``, by the class that has them. An
+        methods: The attributes that it adds to ``app.rabbitdelay``, keyed by class. An
             instance is made for each application, with its :class:`.Delays`.
         consumer_steps: Bootsteps of a worker's consumer.
         worker_steps: Bootsteps of a worker.
         worker_options: Options of ``celery worker``, with their help; its bootsteps get them.
-        services: Services that a worker runs alongside the modules, by their names in
+        services: Services that a worker runs alongside the modules, keyed by their names in
             ``rabbitdelay_modules``: functions with the arguments of
             :func:`.worker.bootsteps.module_service`.
         commands: Commands of ``celery rabbitdelay``, by module. Each is a click command or group in
@@ -136,10 +136,10 @@ BUILT_IN: Final = (
 #: All additions, of this package and of applications.
 entries: Final[list[Entry]] = []
 
-#: The groups of settings, by the names of the settings.
+#: The groups of settings, keyed by the names of the settings.
 settings: Final[dict[str, str]] = {}
 
-#: The hooks of additions, by the names of their options.
+#: The hooks of additions, keyed by the names of their options.
 options: Final[dict[str, str]] = {}
 
 #: The modules of all commands, by name. At first, these are the kernel's commands.
@@ -147,10 +147,10 @@ commands: Final[dict[str, str]] = {
     name: f"{_PACKAGE}.command.levels:{name}" for name in ("declare", "route")
 }
 
-#: The classes that have the attributes of ``app.rabbitdelay``, by the attributes' names.
+#: The classes that have the attributes of ``app.rabbitdelay``, keyed by the attributes' names.
 methods: Final[dict[str, str]] = {}
 
-#: The functions that make the services of a worker, by the names of the services.
+#: The functions that make the services of a worker, keyed by the names of the services.
 services: Final[dict[str, str]] = {}
 
 

@@ -122,7 +122,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
         own, _ = without_stamps(options)
         for name in self.options.get("stamped_headers") or ():
             if name in own_options() and own.get(name) is not None:
-                raise UnknownOption(name, own[name], "the signature has a stamp of this name")
+                raise UnknownOption(name, own[name], "the signature has a stamp with this name")
         return _plain_times(options)
 
     @classmethod

@@ -249,7 +249,7 @@ def task_that_is_sent() -> str | None:
 
 
 def sends_a_group() -> bool:
-    """Return whether Celery is sending the members of a group, by the call stack."""
+    """Return whether the call stack shows Celery sending the members of a group."""
     code: CodeType = group._apply_tasks.__code__  # type: ignore[attr-defined]
     return sys._getframe(2).f_code is code
 

@@ -75,7 +75,7 @@ class WaitingResult(AsyncResult):  # type: ignore[type-arg]
     """The result of a task, in the state ``DELAYED`` while a tracked task waits.
 
     Celery's state ``PENDING`` also stands for unknown tasks. With a registry, one round trip to
-    Redis then says whether the task is tracked and waits. Without a registry, or if Redis does not
+    Redis then shows whether the task is tracked and waits. Without a registry, or if Redis does not
     answer, the state is ``PENDING``.
     """
 

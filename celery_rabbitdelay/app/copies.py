@@ -298,7 +298,7 @@ class Template:
 
     @cached_property
     def _shared(self) -> bytes:
-        """The block with the headers and properties that all tasks of an envelope share."""
+        """The block with the headers and properties that all tasks in an envelope share."""
         headers, properties = self._headers, self._properties
         shared = {name: value for name, value in headers.items() if name not in RESTORED_HEADERS}
         copied = {"root_id": "id"} if self._has_root else {}
@@ -482,7 +482,7 @@ class Copies:
             connection: The caller's own connection.
         """
         delays = self._delays
-        # Celery has a reply address for each thread; all tasks of an envelope share one address.
+        # Celery has a reply address for each thread; all tasks in an envelope share one address.
         of_thread = {"reply_to": delays.app.thread_oid}
         if connection is None and not headers and options.keys() <= set(SHARED):
             with suppress(_NotACopy):

@@ -212,7 +212,7 @@ class Delays:
         return Due.at(instant, tolerance_ms)
 
     def warn_treated_as_countdown(self, why: str) -> None:
-        """Log once an hour that a delay does not wait in the levels, but is treated as a countdown.
+        """Log that a delay is treated as a countdown; at most once an hour for each reason.
 
         Args:
             why: The reason, and what happens to the task.

@@ -84,7 +84,7 @@ def configured_destinations(app: DelayingCelery) -> AllowedDestinations:
 
 
 def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
-    """Return the queues in the configuration, by their names."""
+    """Return the queues in the configuration, keyed by their names."""
     queues = app.amqp.Queues(app.conf.task_queues)
     for name in {app.conf.task_default_queue, *_named(app)}:
         # The lookup makes the queue, as Celery does, unless task_create_missing_queues is off.

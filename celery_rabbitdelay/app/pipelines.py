@@ -209,7 +209,7 @@ class TaskPipeline:
                 self._note_settled()
 
     def _note_settled(self) -> None:
-        """Count the tasks that have an outcome, and send ``delayed`` for the confirmed ones.
+        """Count the tasks that have an outcome; send the signal ``delayed`` for confirmed ones.
 
         Not called while the broker's answers are read, because a receiver of the signal may send.
         The outermost call handles tasks that get their outcome during such a send.

@@ -58,7 +58,7 @@ class Report:
         messages: The number of confirmed messages, including envelopes.
         envelopes: The number of confirmed messages that hold several rows.
         seconds: The duration so far, in seconds.
-        errors: The number of rows that were not confirmed, by the name of the error.
+        errors: The number of unconfirmed rows per error name.
     """
 
     sent: int = 0

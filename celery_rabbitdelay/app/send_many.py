@@ -81,7 +81,7 @@ class Sending:
         report: The report so far.
         stops_taking: Whether no more rows are read.
         is_reporting: Whether ``progress`` is running, or has raised an error.
-        next_progress: When :meth:`report_progress` is due, by the monotonic clock.
+        next_progress: When :meth:`report_progress` is due, on the monotonic clock.
     """
 
     def __init__(self, progress: Callable[[Report], None] | None) -> None:
@@ -113,7 +113,7 @@ class Sending:
             self._error_of_rows, self._rest = error, self._taken
 
     def fail(self, rows: Sequence[int], error: Exception) -> None:
-        """Record the error of rows, by their numbers; raise a soft time limit."""
+        """Record an error for the rows with these numbers; raise it if it is a soft time limit."""
         if isinstance(error, SoftTimeLimitExceeded):
             raise error
         self.report.errors[type(error).__name__] += len(rows)

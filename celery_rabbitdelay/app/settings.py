@@ -108,7 +108,7 @@ class SettingsGroup:
         """Refuse settings that conflict with other groups; called once all groups are read.
 
         Args:
-            groups: The groups that have a key in the configuration, by their classes.
+            groups: The groups that have a key in the configuration, keyed by their classes.
 
         Raises:
             InvalidSetting: A setting needs another setting.
@@ -125,7 +125,7 @@ class SettingsGroup:
         return {name: kind.shown(getattr(self, name)) for name, kind in types.items()}
 
 
-#: The groups of settings, by their classes.
+#: The groups of settings, keyed by their classes.
 Groups: TypeAlias = Mapping[type[SettingsGroup], SettingsGroup]
 
 
@@ -133,7 +133,7 @@ _TYPES: Final[dict[type[SettingsGroup], dict[str, SettingType]]] = {}
 
 
 def setting_types(group: type[SettingsGroup]) -> dict[str, SettingType]:
-    """Return the type of each setting of a group, by the setting's name."""
+    """Return the type of each setting of a group, keyed by the setting's name."""
     if group not in _TYPES:
         hints = typing.get_type_hints(group, include_extras=True)
         types = {each.name: _type_of(hints[each.name], each.default) for each in fields(group)}
@@ -424,7 +424,7 @@ def _group(name: str, key: str) -> type[SettingsGroup]:
 
 
 def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[str, str]:
-    """Return the key of each setting in a configuration, by the setting's name."""
+    """Return the key of each setting in a configuration, keyed by the setting's name."""
     known = (*setting_types(Settings), *additions.settings)
     starts = PREFIX, _key_of("", namespace)
     # Upper-case keys, which Celery ignores. Users write them because Celery's own keys were

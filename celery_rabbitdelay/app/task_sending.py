@@ -327,7 +327,7 @@ class TaskSending(seams.Send):
         parts = seams.parts_of(self.delays, self.added, lambda each, _: each.to_send(self), NO_PART)
         is_known = bool(parts) and (has_options or self._is_continued)
         if has_delay and not self._takes_over() and not (self._is_continued and is_known):
-            why = "the task does not wait in the levels, so the option would do nothing"
+            why = "the task does not wait in the delay levels, so the option would do nothing"
             seams.refuse_unused(self.added, why)
             return self._send_with_eta()
         eta = self.options.get("eta")

@@ -205,7 +205,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def local(instant: datetime, zone: tzinfo | None = None) -> str:
-    """Format an instant in a time zone, by default this machine's, to the second."""
+    """Format ``instant`` in ``zone``, by default this machine's time zone, to the second."""
     with suppress(OverflowError):  # a message may have a time on the last day of the year 9999
         instant = instant.astimezone(zone)
     return instant.strftime("%Y-%m-%d %H:%M:%S")

@@ -223,7 +223,7 @@ class EarlyHeader(NamedTuple):
         return 0 < self.until_ms <= now_ms + tolerated_ms
 
     def header(self) -> dict[str, dict[str, object]]:
-        """Return the header :data:`EARLY`, by its name."""
+        """Return a mapping with the one header :data:`EARLY`."""
         table = {
             "times": self.times,
             "until": self.until_ms or None,
@@ -360,7 +360,7 @@ class DelayHeaders(NamedTuple):
         )
 
 
-#: The fields of :class:`DelayHeaders` that stand for a single header, by the header's name.
+#: The fields of :class:`DelayHeaders` that stand for a single header, keyed by its name.
 _FIELDS: Final = {
     DUE: "due_ms",
     EXCHANGE: "exchange",
@@ -436,8 +436,8 @@ def parse(headers: Mapping[str, object]) -> tuple[DelayHeaders, dict[str, str]]:
         headers: The headers, as the broker returns them; they are not trusted.
 
     Returns:
-        The parsed headers, without the invalid ones; and a description of the problem, by the name
-        of the invalid header. There is no description for :data:`VERSION`, which
+        The parsed headers, without the invalid ones; and a description of the problem, keyed by
+        the name of the invalid header. There is no description for :data:`VERSION`, which
         :func:`later_version` checks, for the values in the table of :data:`EARLY`, for a header
         that is None, and for an unknown ``rabbitdelay-*`` header, which is dropped. Failures count
         only if all three headers are valid.

@@ -104,7 +104,7 @@ class Layout:
                 )
         names = [level.queue_name(digit) for level in self.levels for digit in range(1, level.base)]
         if len(set(names)) != len(names):
-            yield "two levels have queues of the same name; give the units different names"
+            yield "queues of two levels have the same name; the units need different names"
 
     @cached_property
     def bases(self) -> tuple[int, ...]:
@@ -220,7 +220,7 @@ def _custom_level(triple: tuple[str, int, Delay]) -> Level:
         raise InvalidLayout(f"level {triple!r}: takes a (name, base, unit)")
     name, base, unit = triple
     if not isinstance(name, str) or not _UNIT_NAME.fullmatch(name):
-        raise InvalidLayout(f"level {name!r}: takes a name of up to 50 letters, digits, - and _")
+        raise InvalidLayout(f"level {name!r}: its name may have up to 50 letters, digits, - and _")
     place_ms = milliseconds(unit)
     unit_ms = UNITS.get(name, place_ms)
     if place_ms < 1 or place_ms % unit_ms:

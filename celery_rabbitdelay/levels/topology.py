@@ -31,7 +31,7 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, PROBES, RoutingK
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
-#: The modules, by their names in ``rabbitdelay_modules``, and the probe service.
+#: The names of the modules, as in ``rabbitdelay_modules``, and of the probe service.
 CHECK_IN: Final = "check-in"
 DISTRIBUTE: Final = "distribution"
 PROBE: Final = "probe"
@@ -309,7 +309,7 @@ class Topology:
 
     @cached_property
     def level_queues(self) -> Mapping[str, tuple[Queue, ...]]:
-        """The digit queues of each level, by the level's name without prefix, ``hours.x1``."""
+        """The digit queues of each level, keyed by level name without prefix, ``hours.x1``."""
         return {
             level.name: tuple(queue for shard in self._queues for queue in shard[index] if queue)
             for index, level in enumerate(self.layout.levels)

@@ -14,7 +14,8 @@ SILENCE: Final = 1.0
 #: Initial limit of messages in flight for one destination. While a quorum queue owes a connection
 #: 32 confirms or more (``quorum_commands_soft_limit`` of the application ``rabbit``), RabbitMQ
 #: grants the connection no further credit, and stops reading from it after some hundred messages.
-#: The messages for all other queues would then wait for that queue (seen on 3.10.8 and 4.3.6).
+#: The messages for all other queues would then wait for that queue (seen on RabbitMQ 3.10.8 and
+#: 4.3.6).
 MAX_UNANSWERED: Final = 30
 
 #: Upper limit of messages in flight for a destination that answers promptly: every prompt answer

@@ -53,7 +53,7 @@ class Asked(Protocol):
     def envelope_arrived(
         self, inner: Sequence[DelayHeaders], due_ms: int
     ) -> int | Sequence[bool] | None:
-        """Return which messages of an envelope to publish, or the end of the envelope's next wait.
+        """Return which messages in an envelope to publish, or the end of the envelope's next wait.
 
         The result None publishes all messages.
         """
@@ -70,7 +70,7 @@ class Distribution:
         topology: The levels that the messages come from.
         put_back: Returns the message to put back into the levels if it is early; see
             :class:`.EarlyMessages`.
-        asked: Decides about the messages of an envelope; None to publish all of them.
+        asked: Decides about the messages in an envelope; None to publish all of them.
         reach: The destinations that messages may go to.
         signing_keys: Verifies signatures; None to ignore signatures.
         is_signing_required: Whether messages without a valid signature are refused, if there are
@@ -198,7 +198,7 @@ class Distribution:
             # levels. The worker applies its limit for decompression only to these messages.
             left = left._replace(due_ms=wall_clock.ms())
         restored = WaitingMessage(body, properties, left)
-        # The worker verifies the origin of the task, and the headers for the registry.
+        # The worker verifies the exchange and key for retries, and the headers for the registry.
         is_verified = left.queue is not None or left.early.exchange is not None or left.registry
         if self.signing_keys is None or not (is_authentic and is_verified):
             return restored

@@ -1,6 +1,6 @@
 """Write and read envelopes: messages that hold many messages. Pure.
 
-The messages of an envelope share a destination and a due time, and so most of their headers and
+The messages in an envelope share a destination and a due time, and so most of their headers and
 properties. The body of an envelope is one zlib stream (RFC 1950), with the preset dictionary
 :data:`DICTIONARY` or without one. Uncompressed, it holds these blocks:
 
@@ -116,7 +116,7 @@ def packed(
 
 
 class OpenedEnvelope:
-    """Reads the messages of an envelope one by one.
+    """Reads the messages in an envelope one by one.
 
     Every iteration reads the messages again, and raises :class:`.InvalidEnvelope` at a message that
     cannot be read or exceeds a limit.

@@ -131,7 +131,8 @@ def delayed_task(message: amqp.Message, destination: Destination, due_ms: int) -
     """Convert a received task to a delayed task, as if its sender had delayed it.
 
     Args:
-        message: The task's message, restored if it was delayed before.
+        message: The task's message, with the exchange, routing key and headers of the task, even if
+            it was delayed before.
         destination: The exchange and the routing key that its consumer sees.
         due_ms: When the task is due, in milliseconds since 1970-01-01 UTC.
     """

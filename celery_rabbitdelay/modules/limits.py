@@ -99,7 +99,7 @@ class AllowedDestinations:
                 "its destination is missing: it names neither an exchange nor a queue"
             )
         if self.forbids(name):
-            why = ", which belongs to the broker, to Celery or to the levels"
+            why = ", which is reserved for the broker, Celery or the delay levels"
             raise UnprocessableMessage(not_allowed(exchange, routing_key, why))
         if self._lists(exchange, routing_key):
             return True

@@ -177,7 +177,7 @@ def check_modules(topology: Topology, counts: Mapping[str, Counts | None]) -> It
 
     Args:
         topology: The topology.
-        counts: The counts of the module queues, by the queues' names.
+        counts: The counts of the module queues, keyed by the queues' names.
     """
     queues = {module: queue.name for module, queue in module_queues(topology).items()}
     others = {module: counts.get(name) for module, name in queues.items()}

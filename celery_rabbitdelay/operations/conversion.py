@@ -59,7 +59,7 @@ class Migration:
     Attributes:
         source: The topology that the messages are in.
         target: The topology that the messages go to.
-        ensure: Binds a destination queue to the target, by its name.
+        ensure: Binds the destination queue with a given name to the target.
         signing_keys: The keys that verify and sign messages; None to leave signatures as they are.
         vouches: Whether to sign messages without a valid signature.
     """
@@ -223,8 +223,8 @@ class NativeChain:
         producer: Converts the tasks to messages; does not publish them.
         timezone: The application's time zone.
         queues: The queues that the application knows.
-        ensure: Binds a destination queue to the levels, by its name.
-        keeps_own: Returns whether a task, by its name, has ``rabbitdelay=False``.
+        ensure: Binds the destination queue with a given name to the levels.
+        keeps_own: Returns whether the task with a given name has ``rabbitdelay=False``.
     """
 
     producer: DelayedProducer
@@ -298,7 +298,7 @@ def routed(
 
 
 def _destination(queues: Sequence[Queue], routing_key: str) -> destinations.Destination:
-    """Return a task's destination, by the bindings of the last exchange of Celery's chain.
+    """Find a task's destination from the bindings of the last exchange in Celery's chain.
 
     The patterns of these bindings begin with ``#``: see
     ``bind_queue_to_native_delayed_delivery_exchange``.

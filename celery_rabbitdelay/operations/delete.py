@@ -58,7 +58,7 @@ def delete(
         counts = {name: each for name, each in found.items() if each is not None}
         waiting = {name: each.messages for name, each in counts.items() if each.messages}
         consumers = sum(each.consumers for each in counts.values())
-        lines = [f"The levels of {topology.prefix} do not exist"]
+        lines = [f"The delay levels of {topology.prefix} do not exist"]
         if deleted := bool(exchanges or counts):
             lines = [f"{topology.prefix}: {exchanges} exchanges, {len(counts)} queues"]
             if messages := sum(waiting.values()):
@@ -66,7 +66,7 @@ def delete(
             if consumers:
                 lines.append(
                     f"{consumers} consumers: stop the workers first. Messages that they hold are "
-                    "lost, and running workers declare the levels again"
+                    "lost, and running workers declare the delay levels again"
                 )
             deleted = not dry_run
             if deleted and not yes:
@@ -113,8 +113,8 @@ def _with_held(
                 held[each["name"]] = each["messages"] - counted
     except ManagementUnavailable as error:
         click.echo(
-            "Warning: cannot count the due messages that the levels hold because a task queue "
-            "refuses them; check before you delete that no task queue has reached its length "
+            "Warning: cannot count the due messages that the delay levels hold because a task "
+            "queue refuses them; check before you delete that no task queue has reached its length "
             f"limit. {error}",
             err=True,
         )
@@ -128,4 +128,4 @@ def _ask(prefix: str, messages: int) -> None:
     if not sys.stdin.isatty():
         raise click.UsageError("the standard input is not a terminal: pass --yes or --dry-run")
     lost = f" and lose {messages:,} messages" if messages else ""
-    click.confirm(f"Delete the levels of {prefix}{lost}?", abort=True, err=True)
+    click.confirm(f"Delete the delay levels of {prefix}{lost}?", abort=True, err=True)

@@ -35,7 +35,7 @@ class Inventory(NamedTuple):
         bindings: Every binding, except the bindings of the default exchange.
         consumers: The queues and the tags of all consumers, up to five seconds old.
         policies: Every policy and every operator policy, with its ``kind``.
-        nodes: Whether a node of the cluster runs, by the node's name.
+        nodes: Whether a node of the cluster runs, keyed by the node's name.
         alarmed: The nodes that are low on memory or disk space, as ``node rabbit@host``.
         disabled_flags: The feature flags that are disabled; read on RabbitMQ 3.10 only.
     """

@@ -53,8 +53,8 @@ class ManagementAPI:
     Args:
         url: ``http://user:password@host:15672``; ``https`` for TLS. A path is a ``path_prefix`` of
             the plugin.
-        tls: The files for TLS, by the keys of ``broker_use_ssl``: ``ca_certs``, the certificates of
-            authorities (the system's by default), ``certfile`` and ``keyfile``, the client's own.
+        tls: The files for TLS, with the keys of ``broker_use_ssl``: ``ca_certs``, the certificates
+            of authorities (the system's by default), ``certfile`` and ``keyfile``, the client's.
 
     Attributes:
         url: The URL without user and password.

@@ -79,7 +79,7 @@ _source_options: Final = shared.options(
         "--allow",
         multiple=True,
         metavar="PATTERN",
-        help="Also bind queues of this name or pattern that the application does not have.",
+        help="Also bind queues with this name or pattern that the application does not have.",
     ),
     shared.topology_options("from-"),
 )

@@ -66,7 +66,7 @@ class Destinations:
 
     Attributes:
         target: The target.
-        known: The queues that the application knows, by their names, declared with the
+        known: The queues that the application knows, keyed by name, declared with the
             application's arguments.
         may_bind: Returns whether another queue may be bound. Any client may have written the
             queue's name into a routing key, and every producer can reach a bound queue.
@@ -125,8 +125,8 @@ class Destinations:
 TAKEN_AHEAD: Final = 2000
 
 #: The maximum number of messages that may stay in their queues. These messages are held
-#: unacknowledged until the end; the broker needs some 200 bytes per message (measured on 3.10.8,
-#: 4.0.5 and 4.3.6).
+#: unacknowledged until the end; the broker needs some 200 bytes per message (measured on
+#: RabbitMQ 3.10.8, 4.0.5 and 4.3.6).
 MOST_STAYING: Final = 1_000_000
 
 #: Seconds after which empty queues are checked again, because a message may be moving from one
@@ -169,8 +169,8 @@ class Moved:
     Attributes:
         moved: How many messages have left their queues: confirmed by the target, including its
             ``undeliverable``, or deleted.
-        undeliverable: How many messages went to ``undeliverable``, by the reason.
-        left: How many messages are still in their queues, by the reason.
+        undeliverable: How many messages went to ``undeliverable``, per reason.
+        left: How many messages are still in their queues, per reason.
         copies: How many messages may be at the target and still be in their queues, because the
             move ended before they were confirmed or acknowledged.
         seconds: The duration of the move.

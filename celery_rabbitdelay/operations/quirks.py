@@ -1,8 +1,9 @@
 """The differences between versions of RabbitMQ: quirks, workarounds, and affected versions.
 
 No other file compares versions, except with :data:`OLDEST`. Quirks without a source were measured
-on 3.10.8, 4.0.5 and 4.3.6. To add a quirk, define it here. Code that depends on the version
-calls ``NAME.is_in(version)``; where all versions are treated alike, a comment names the quirk.
+on RabbitMQ 3.10.8, 4.0.5 and 4.3.6. To add a quirk, define it here. Code that depends on the
+version calls ``NAME.is_in(version)``; where all versions are treated alike, a comment names the
+quirk.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 RabbitMQ gives no reason when it routes to an alternate exchange. But ``x-death`` has the message's
 stops, newest first, and its routing key, which together give the stop that should have come next
-(https://www.rabbitmq.com/docs/dlx#effects; seen on 3.10.8, 4.0.5 and 4.3.6).
+(https://www.rabbitmq.com/docs/dlx#effects; seen on RabbitMQ 3.10.8, 4.0.5 and 4.3.6).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from celery_rabbitdelay.levels.routing_key import (
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 
-#: Why the broker dead-letters a message from a module's queue, by the reason in ``x-death``.
+#: Why the broker dead-letters a message from a module's queue, keyed by the reason in ``x-death``.
 CAUSES: Final = {
     "expired": "it expired in {}, before a worker took it: by its own expiration, or by a policy's "
     "message-ttl",

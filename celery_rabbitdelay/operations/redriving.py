@@ -62,6 +62,9 @@ def never_accepted(
 #: The end of the reason why a message for another destination stays.
 NOT_ALLOWED: Final = "is not a destination that the application allows"
 
+#: The end of the reason why a reserved destination is refused.
+RESERVED: Final = "is reserved for the delay levels, the broker or Celery"
+
 #: The default limit of redrives of one message.
 MAX_ATTEMPTS: Final = 3
 
@@ -77,14 +80,14 @@ class Redriving:
             the same as ``allowed``.
         trusts_clients: Whether to skip check-in's checks of task messages; see
             ``rabbitdelay_checkin_trusted``.
-        queues: The queues that the application knows, by their names.
+        queues: The queues that the application knows, keyed by name.
         delay_ms: The minimum delay of a message, in milliseconds; None to wait until it is due.
         to: The queue for all messages; None to send every message to its own destination. The queue
             need not be an allowed destination, but must not belong to the levels, to the broker or
             to Celery.
         max_attempts: How often a message may be redriven, including this time.
-        ensure: Binds a message's destination queue to the levels, by its name. If the broker cannot
-            be reached or refuses, the message stays.
+        ensure: Binds the destination queue with a given name to the levels. If the broker cannot be
+            reached or refuses, the message stays.
         vouches: Whether to redrive and sign messages without a valid signature.
     """
 
@@ -188,7 +191,7 @@ class Redriving:
             delay_ms = max(delay_ms, header_names.client_delay_ms(of_client))
         except UnprocessableMessage as invalid:
             if self.delay_ms is None:
-                raise UnprocessableMessage(f"{invalid.reason}: give a delay") from invalid
+                raise UnprocessableMessage(f"{invalid.reason}: pass a delay") from invalid
         until_ms = min(max(now_ms + delay_ms, was_due_ms or 0), MAX_DUE_MS)
         limits.check_delay("its due time", until_ms, until_ms - now_ms)
         due = Due.until(until_ms)
@@ -238,7 +241,7 @@ class Redriving:
     def _check(self, exchange: str, routing_key: str) -> None:
         name, where = exchange or routing_key, limits.where_in_words(exchange, routing_key)
         if self.allowed.forbids(name):
-            raise UnprocessableMessage(f"{where} belongs to the levels, to the broker or to Celery")
+            raise UnprocessableMessage(f"{where} {RESERVED}")
         if name != self.to and not self.allowed.includes(exchange, routing_key):
             raise UnprocessableMessage(f"{where} {NOT_ALLOWED}")
         if exchange:
@@ -246,7 +249,8 @@ class Redriving:
         try:
             self.ensure(name)
         except (OSError, amqp.AMQPError) as error:
-            raise UnprocessableMessage(f"{where} cannot be bound to the levels: {error}") from error
+            why = f"{where} cannot be bound to the delay levels: {error}"
+            raise UnprocessableMessage(why) from error
 
     def _early(self, parsed: header_names.DelayHeaders) -> header_names.EarlyHeader:
         """Return the header with the exchange and routing key for retries; empty without them."""
@@ -332,8 +336,7 @@ def redriving_for(
     if (to := options.get("to")) is not None:
         size = len(to.encode(errors="surrogatepass"))
         if allowed.forbids(to) or not 0 < size <= MAX_SHORTSTR_BYTES:
-            why = "belongs to the levels, to the broker or to Celery, or is not a valid name"
-            raise exceptions.InvalidDestination(to, why)
+            raise exceptions.InvalidDestination(to, f"{RESERVED}, or is not a valid name")
 
     return Redriving(
         DelayedProducer(Publisher(app.connection_for_write()), **settings.for_producer),

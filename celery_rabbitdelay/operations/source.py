@@ -30,7 +30,7 @@ SILENCE: Final = 0.2
 
 #: Round trips to the queues before the channel is closed, so that the queues have received all
 #: acknowledgements. A channel passes only 32 acknowledgements at a time to a quorum queue, and
-#: drops the others when it is closed (measured on 3.10.8).
+#: drops the others when it is closed (measured on RabbitMQ 3.10.8).
 BARRIERS: Final = 3
 
 #: The prefetch of a reader.

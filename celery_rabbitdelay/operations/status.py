@@ -31,11 +31,12 @@ class Status(NamedTuple):
     Attributes:
         taken_at: When the snapshot was taken, in seconds of :func:`time.monotonic`.
         backlog: The number of messages in every queue.
-        workers: The workers' answers, by their names.
+        workers: The workers' answers, keyed by worker name.
         due_within_ms: The upper bound of the milliseconds until the next message comes due,
             computed from the depths of the queues; None if nothing waits. The message may come due
             much earlier: a queue does not show how long its first message has waited.
-        is_blocked: Whether the broker blocks publishers; then the workers are not asked.
+        is_blocked: Whether the broker blocks publishers; the workers are then not asked for
+            their status.
     """
 
     taken_at: float

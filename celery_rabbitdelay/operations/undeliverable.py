@@ -34,7 +34,7 @@ from celery_rabbitdelay.operations.source import ANSWER_TIMEOUT, READERS_PRIORIT
 from celery_rabbitdelay.publishing.message import Content, body_of, headers_of
 
 #: The default maximum of messages to read. The broker needs some 200 bytes per message until it is
-#: requeued (measured on 3.10.8, 4.0.5 and 4.3.6).
+#: requeued (measured on RabbitMQ 3.10.8, 4.0.5 and 4.3.6).
 LIMIT: Final = 1_000_000
 
 

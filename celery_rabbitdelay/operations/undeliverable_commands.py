@@ -169,7 +169,7 @@ def purge(wanted: read.UndeliverableFilter, limit: int | None, dry_run: bool, ye
     "--allow",
     multiple=True,
     metavar="PATTERN",
-    help="Also allow queues and exchanges of this name or pattern.",
+    help="Also allow queues and exchanges with this name or pattern.",
 )
 @click.option(
     "--max-attempts",

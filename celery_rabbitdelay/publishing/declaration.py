@@ -67,6 +67,8 @@ def declare(connection: Connection, topology: Topology) -> None:
 def declare_if_missing(connection: Connection, topology: Topology) -> None:
     """Declare a topology unless its marker exists; check only once per connection.
 
+    The marker is the exchange that is declared last.
+
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
     """
@@ -157,7 +159,7 @@ def is_declared(connection: Connection, topology: Topology) -> bool:
 
 
 def is_complete(connection: Connection, topology: Topology) -> bool:
-    """Return whether every exchange and queue of a topology exists, marker and guard included.
+    """Return whether all exchanges of a topology, including marker and guard, and its queues exist.
 
     :func:`missing` asks the leader of every queue, and some leaders may be down after the crash of
     a node. With ``nowait``, the broker only checks that the queue exists, so only one queue in
@@ -267,8 +269,8 @@ class Backlog(NamedTuple):
     """The messages that wait in a topology.
 
     Attributes:
-        levels: The messages per level, by the level's name without prefix. A message that is moving
-            from one level to the next is not counted.
+        levels: The messages per level, keyed by level name without prefix. A message that is
+            moving from one level to the next is not counted.
         digits: The messages per digit, summed over all shards, by level name and digit; 0 for a
             queue that does not exist.
         others: The messages and consumers of the module queues, as in :func:`module_queues`.
@@ -304,7 +306,7 @@ def backlog_of(connection: Connection, topology: Topology) -> Backlog:
 
 
 def module_queues(topology: Topology) -> dict[str, Queue]:
-    """Return the queues outside the levels, by the names in :attr:`Backlog.others`."""
+    """Return the queues outside the levels, keyed by the names in :attr:`Backlog.others`."""
     queues = topology.module_queues
     return {
         CHECK_IN: queues.checkin,
@@ -360,7 +362,8 @@ def declare_destination(connection: Connection, topology: Topology, queue: Queue
 
     Args:
         connection: Any kombu connection to RabbitMQ.
-        topology: The topology; declared unless its marker exists.
+        topology: The topology; declared unless its marker, the exchange that is declared last,
+            exists.
         queue: The queue with its exchange and arguments. A queue with ``no_declare`` is only bound.
 
     Raises:
@@ -387,7 +390,8 @@ def on_declared(connection: Connection, topology: Topology) -> Callable[[str, in
     Args:
         connection: A connection to the broker. Every call opens a new connection with the same
             parameters, so the hook may run in any thread while ``connection`` is in use.
-        topology: The topology; declared unless its marker exists.
+        topology: The topology; declared unless its marker, the exchange that is declared last,
+            exists.
     """
 
     def declare_and_bind(queue_name: str, message_count: int, consumer_count: int) -> None:

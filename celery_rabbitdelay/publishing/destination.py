@@ -78,7 +78,7 @@ def resolve(
 def may_refuse(
     queue: Queue, patterns: Iterable[str] = (), connection: Connection | None = None
 ) -> bool:
-    """Return whether a queue may refuse a message, by its arguments or its name.
+    """Return whether a queue may refuse a message, judging by its arguments or its name.
 
     A classic queue of a cluster refuses messages while its node is down. AMQP does not report the
     number of nodes: a broker counts as a cluster if the connection's URL lists several hosts.

@@ -174,7 +174,7 @@ def decompressed_size(body: bytes, name: str, most: int) -> int:
 
 
 def is_kombus_json(serializer: str | None) -> bool:
-    """Return whether a serializer is kombu's own JSON, not a replacement of the same name."""
+    """Return whether a serializer is kombu's own JSON, not a replacement with the same name."""
     codec = registry._encoders.get(serializer)
     return codec is not None and codec.encoder is json.dumps
 

@@ -34,8 +34,8 @@ CLOSE_TIMEOUT: Final = 2.0
 
 #: The reason for an unsent message if declaring took too long.
 NOT_DECLARED: Final = (
-    "the broker has not declared the levels and the queue in time; declare the levels beforehand, "
-    "with: celery rabbitdelay declare"
+    "the broker has not declared the delay levels and the queue in time; declare the levels "
+    "beforehand, with: celery rabbitdelay declare"
 )
 
 #: The broker's reasons for not finding a queue that exists: the queue's node is down, or the queue

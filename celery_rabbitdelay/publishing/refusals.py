@@ -148,7 +148,7 @@ def conflict_with(topology: Topology, reply: str) -> exceptions.LayoutConflict:
     if not named or named[: len(guard)] != guard[: len(named)]:
         advice = (
             "an exchange or a queue exists with other arguments. Delete it once it is empty, and "
-            "declare the levels again; `celery rabbitdelay verify` lists all differences"
+            "declare the delay levels again; `celery rabbitdelay verify` lists all differences"
         )
         return exceptions.LayoutConflict(topology.prefix, reply, advice)
     advice = (

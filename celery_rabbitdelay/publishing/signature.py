@@ -54,7 +54,7 @@ class SigningKeys:
     def __init__(self, keys: str | bytes | Sequence[str | bytes]) -> None:
         given = [keys] if isinstance(keys, str | bytes) else list(keys)
         if not given:
-            raise InvalidSigningKey("give at least one key")
+            raise InvalidSigningKey("at least one key is needed")
         self._keys = tuple(map(_checked, given))
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """The registry: decisions about waiting tasks, kept in Redis until the tasks arrive.
 
 A waiting task is a message in a queue, and RabbitMQ cannot remove a single message from a queue. So
-a cancel, a postponement or a newer task with the same key writes a decision to Redis, and the
+a cancellation, a postponement or a newer task with the same key writes a decision to Redis, and the
 worker reads the decision before the task runs. Code belongs here if it reads or writes the records
 of tasks, jobs and pauses.
 

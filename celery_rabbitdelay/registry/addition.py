@@ -118,10 +118,10 @@ class RegistryAddition(Addition):
         return goes
 
     def _count_expired(self, dropped: Sequence[DelayHeaders]) -> None:
-        """Count and log the dropped tasks of an envelope."""
+        """Count and log the tasks that were dropped from an envelope."""
         if not dropped:
             return
-        logger.info("Dropped %d tasks of an envelope: their job was aborted.", len(dropped))
+        logger.info("Dropped %d tasks from an envelope: their job was aborted.", len(dropped))
         # A message may name any task, so count only known tasks by name.
         counts = Counter(
             (

@@ -130,7 +130,7 @@ def _of_each(
         **options: The arguments of the method.
     """
     if bool(tasks) == (key is not None):
-        raise click.UsageError("pass task ids, or --key")
+        raise click.UsageError("pass either task ids or --key, not both")
     with with_registry() as delays:
         call = partial(getattr(delays, method), **options)
         return {key: call(key=key)} if key is not None else {task: call(task) for task in tasks}
@@ -168,7 +168,7 @@ def _facts(found: KnownTask) -> Iterator[str]:
 
 
 def _when(due: datetime) -> str:
-    """Return the time until an instant, or since the instant, in whole seconds."""
+    """Return the time until ``due``, or since then, in whole seconds."""
     late_ms = int((wall_clock.now() - due).total_seconds()) * 1000
     return f"{'overdue by' if late_ms > 0 else 'in'} {duration_text(abs(late_ms))}"
 
@@ -216,13 +216,13 @@ def cancel(
         _decide(tasks, key, "cancel", also_future=also_future)
         return
     if tasks or key is not None or also_future:
-        raise click.UsageError("--search excludes ids, --key and --also-future")
+        raise click.UsageError("--search cannot be combined with ids, --key or --also-future")
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json cannot ask for confirmation: pass --yes or --dry-run")
     cancelled = 0
     with searched([search]) as wanted:
         if not wanted.query.terms:
-            raise click.UsageError("--search takes terms: to cancel all tasks, search for task:*")
+            raise click.UsageError("--search needs a term: to cancel all tasks, search for task:*")
         registry, is_of = wanted.delays.registry, matcher(wanted.query, "job")
         jobs = [*filter(is_of, registry.jobs.open_ones(registry.now_ms()))]
         if jobs and wanted.query.named("job"):
@@ -252,7 +252,7 @@ def postpone(
 ) -> None:
     """Change the due time of waiting tasks."""
     if (delay is None) == (eta is None):
-        raise click.UsageError("pass --delay or --eta")
+        raise click.UsageError("pass exactly one of --delay and --eta")
     _decide(tasks, key, "postpone", delay=delay, eta=eta, also_future=also_future)
 
 
@@ -284,7 +284,7 @@ def job(action: str, name: str, expires: float) -> None:
 
 
 _names: Final = shared.options(
-    click.option("--task", help="Tasks of this name."),
+    click.option("--task", help="Tasks with this name."),
     click.option("--queue", help="Tasks that arrive at this queue."),
 )
 
@@ -293,7 +293,7 @@ _names: Final = shared.options(
 @_names
 @click.option("--until", type=instant_type, help="The instant at which the pause ends.")
 def pause(task: str | None, queue: str | None, until: datetime | None) -> None:
-    """Hold the due tasks with a name, or for a queue, until the resume."""
+    """Hold the due tasks with a name, or for a queue, until you resume them."""
     _check(task, queue)
     with with_registry() as delays:
         paused = Paused(task, queue, delays.pause(task=task, queue=queue, until=until), until)
@@ -316,4 +316,4 @@ def resume(task: str | None, queue: str | None) -> None:
 
 def _check(task: str | None, queue: str | None) -> None:
     if bool(task) == bool(queue):
-        raise click.UsageError("pass --task or --queue")
+        raise click.UsageError("pass exactly one of --task and --queue")

@@ -52,7 +52,7 @@ class Verdict(Enum):
 class Outcome(Enum):
     """The outcomes of ``cancel`` and ``postpone``, the least certain outcome first."""
 
-    #: Too late: the task has arrived at a worker already. A cancel stops the task's retries, and a
+    #: Too late: the task has arrived at a worker already. A cancellation stops its retries, and a
     #: worker that has not started the task may still revoke it. A postponement changes nothing.
     RELEASED = "released"
 

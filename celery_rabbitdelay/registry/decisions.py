@@ -82,7 +82,7 @@ class _Due(NamedTuple):
     """A due task that has arrived.
 
     Attributes:
-        delivery: The arguments from Celery's consumer, with the restored message.
+        delivery: The arguments from Celery's consumer, with the message as ``restore`` left it.
         waited: The delay headers that the message arrived with.
         arrival: The arguments for the registry.
         queue: The queue that the message came from.
@@ -131,7 +131,7 @@ class Arrived(NamedTuple):
     """A task about which the registry has decided.
 
     Attributes:
-        delivery: The arguments from Celery's consumer, with the restored message.
+        delivery: The arguments from Celery's consumer, with the message as ``restore`` left it.
         waited: The delay headers that the message arrived with.
         arrival: The arguments for the registry.
         go_on: Runs or discards the task, in the event loop.
@@ -283,7 +283,7 @@ class Decisions(BatchThread[_Due]):
         self._down_since = self._down_since or time.monotonic()
         if not self._failures.allows():
             return
-        fate = "run" if self._runs_without else "go back into the levels until it answers"
+        fate = "run" if self._runs_without else "go back into the delay levels until it answers"
         logger.warning(
             "The registry does not answer (%s). Delayed tasks that use the registry %s "
             "(rabbitdelay_registry_down). All other tasks run.",
@@ -321,8 +321,8 @@ class Decisions(BatchThread[_Due]):
             case Verdict.UNREADABLE:
                 if self._unreadable.allows(decision.why):
                     logger.error(
-                        "Task %s goes back into the levels, because its record, key or job cannot "
-                        "be read: %s",
+                        "Task %s goes back into the delay levels, because its record, key or job "
+                        "cannot be read: %s",
                         due.shown_id,
                         decision.why,
                     )

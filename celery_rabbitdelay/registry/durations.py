@@ -8,7 +8,7 @@ from celery_rabbitdelay.levels import wall_clock
 
 
 def left(instant: datetime) -> str:
-    """Format the time until or since an instant: ``in 2 h 5 min``, ``3 s ago``, ``now``."""
+    """Format the time until or since ``instant``: ``in 2 h 5 min``, ``3 s ago``, ``now``."""
     seconds = round((instant - wall_clock.now()).total_seconds())
     if not seconds:
         return "now"

@@ -129,7 +129,7 @@ class Holding:
         queue: str | None = None,
         until: datetime | None = None,
     ) -> datetime:
-        """Pause the delayed tasks with a name, or for a queue, until the resume.
+        """Pause the delayed tasks with a name, or for a queue, until they are resumed.
 
         Within a second, workers stop running these tasks, and move them on arrival to the queue of
         paused tasks. The tasks keep their due times. Tasks that have already arrived, and tasks

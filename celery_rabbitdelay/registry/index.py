@@ -381,7 +381,7 @@ class Index:
     def due_of_jobs(
         self, jobs: Sequence[str], before_ms: int, most: int
     ) -> list[tuple[Pending, float]]:
-        """Return the tasks of some jobs that are due before an instant, with their weights.
+        """Return the tasks of some jobs that are due before ``before_ms``, with their weights.
 
         The weight is 1, unless there are more than ``most`` tasks: then the first tasks per job and
         shard represent the remaining tasks, and the weight is the number of tasks that a task

@@ -181,7 +181,7 @@ class Jobs:
         return jobs
 
     def open_ones(self, now_ms: int) -> list[str]:
-        """Return the names of all jobs that are open at an instant of Redis's clock."""
+        """Return the names of all jobs that are open at ``now_ms`` on Redis's clock."""
         lists = self._names.in_shards("open")
         found: list[list[str]] = self._store.commands(
             lambda pipe: [pipe.zrangebyscore(key, f"({now_ms}", "+inf") for key in lists]

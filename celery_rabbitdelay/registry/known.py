@@ -20,7 +20,7 @@ from celery_rabbitdelay.registry.record import MessageFacts, TaskState, possible
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.registry.states import ON_ITS_WAY
 
-#: The explanation of a task that does not wait, by its state.
+#: The explanation of a task that does not wait, keyed by its state.
 ENDED: Final = {
     TaskState.CANCELLED: "The task was cancelled and will not run.",
     TaskState.ARRIVED: "The task has arrived at a worker and may have run. For its outcome, see "
@@ -220,7 +220,7 @@ def _held_back(task: KnownTask, is_due: bool) -> Iterator[Reason]:
     if task.job_state == "aborted":
         yield Reason("Its job was aborted: the task will not run.", "aborted")
     for each in task.pauses:
-        subject = "All tasks of this name have" if each.queue is None else "Its queue has"
+        subject = "All tasks with this name have" if each.queue is None else "Its queue has"
         lasts = brief((wall_clock.now() - each.since).total_seconds())
         end = "has no end time" if each.until is None else f"ends {left(each.until)}"
         yield Reason(f"{subject} been paused for {lasts}; the pause {end}.", "pause")

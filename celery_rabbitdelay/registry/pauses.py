@@ -1,4 +1,4 @@
-"""Pauses: the due tasks with a name, or for a queue, wait until the resume."""
+"""Pauses: the due tasks with a name, or for a queue, wait until they are resumed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Paused(NamedTuple):
         task: The name of the paused tasks; None if a queue is paused.
         queue: The name of the paused queue; None if a task name is paused.
         since: The start of the pause.
-        until: The end of the pause; None if the pause lasts until the resume.
+        until: The end of the pause; None if it lasts until it is ended.
     """
 
     task: str | None

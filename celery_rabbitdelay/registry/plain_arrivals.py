@@ -46,7 +46,7 @@ class PlainArrivals(Generic[TaskT]):
         registry: The registry.
         run: Called with the tasks that run.
         decide: Called with the tasks that need a decision from the thread.
-        gather_for: Returns how many seconds to wait for more tasks, by the number of tasks so far.
+        gather_for: Given the number of tasks so far, returns how many seconds to wait for more.
     """
 
     def __init__(

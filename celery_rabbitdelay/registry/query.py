@@ -190,7 +190,7 @@ class Span(NamedTuple):
         return Span(max(starts, default=None), min(ends, default=None))
 
     def has(self, instant: datetime | None) -> bool:
-        """Return whether an instant is in the span; an unknown instant is not."""
+        """Return whether ``instant`` is in the span; False for None."""
         at_ms = None if instant is None else milliseconds_of(instant)
         return at_ms is not None and self.cut(at_ms, at_ms + 1) == (at_ms, at_ms + 1)
 
@@ -199,7 +199,7 @@ class Context(NamedTuple):
     """The context of a search.
 
     Attributes:
-        holds: The pauses and open jobs that hold due tasks, at an instant.
+        holds: The pauses and open jobs that hold due tasks at the time of the search.
         zone: The time zone of dates in the search.
         kinds: The kinds of the waiting tasks.
         arguments: Returns the masked arguments of a task from its name and its stored message; None
@@ -281,7 +281,7 @@ def completions(text: str, values: Mapping[str, Sequence[str]]) -> list[str]:
 
     Args:
         text: The text so far.
-        values: The possible values of terms, by the name of the term.
+        values: The possible values of terms, keyed by the term's name.
     """
     begun = text.split(" ")[-1]
     before, found = text[: len(text) - len(begun)], _name_of(begun)

@@ -188,7 +188,7 @@ class Registry:
         return tickets
 
     def decide(self, arrivals: Sequence[Arrival], notes: bool = True) -> list[Decision]:
-        """Decide whether arrived tasks run, by the rule in ``arrive.lua``.
+        """Decide whether arrived tasks run, with the rule in ``arrive.lua``.
 
         The decision takes one round trip per server, and a second one for tasks with a key, or with
         a job whose outcome is not cached. If an answer is lost, the call may be repeated.

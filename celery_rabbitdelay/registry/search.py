@@ -100,7 +100,7 @@ class Search:
         return sha256(text.encode()).hexdigest() if self.query.states() else ""
 
     def sent_before(self, end: datetime) -> Self:
-        """Return the search without tasks that were sent at an instant or later."""
+        """Return the search, limited to tasks that were sent before ``end``."""
         return replace(self, filter=self.filter._replace(sent_before_ms=milliseconds_of(end)))
 
     def tasks(self) -> Iterator[Pending]:

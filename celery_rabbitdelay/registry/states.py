@@ -40,7 +40,7 @@ class Due(NamedTuple):
         overdue: The overdue tasks, by kind.
         firsts: The earliest due time of the overdue tasks, by kind, where known.
         paused: The held tasks, by pause and kind.
-        jobs: The tasks that wait for the commit of a job, by the job's name and by kind.
+        jobs: The tasks that wait for the commit of a job, keyed by the job's name and by kind.
     """
 
     overdue: Counter[Kind]

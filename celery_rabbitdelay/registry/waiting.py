@@ -51,7 +51,7 @@ LEAST_CERTAIN: Final = tuple(Outcome)
 #: The outcomes after which the task will not run, or will not run before its new due time.
 _DECIDED: Final = (Outcome.DONE, Outcome.NOTED)
 
-#: The outcome if a second message came too late, by the message's state in the registry.
+#: The outcome if a second message came too late, keyed by the message's state in the registry.
 _FOUND: Final = {
     "cancelled": Outcome.CANCELLED,
     "superseded": Outcome.CANCELLED,
@@ -374,7 +374,7 @@ def _revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
 
     The revoke matters for tasks that a worker has received and holds. If workers cannot be reached,
     or the broker's user lacks the permission, no error is raised, because the registry has recorded
-    the cancel.
+    the cancellation.
     """
     try:
         for start in range(0, len(task_ids), MAX_REVOKED):
@@ -382,7 +382,7 @@ def _revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
     except (AMQPError, OperationalError, OSError) as error:
         why = missing_permission(error) or error
         logger.warning(
-            "rabbitdelay cancel: workers were not notified of the recorded cancel, so a task that "
-            "one of them holds may run: %s",
+            "rabbitdelay cancel: workers were not notified of the recorded cancellation, so a task "
+            "that one of them holds may run: %s",
             why,
         )

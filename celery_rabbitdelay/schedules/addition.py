@@ -62,7 +62,7 @@ class SchedulesAddition(Addition):
             return
         for name, noted in zip(names, found, strict=True):
             if noted is None or noted.ahead_ms is None:
-                continue  # an unfinished put, or a schedule that has ended
+                continue  # an unfinished ``put``, or a schedule that has ended
             subject = f"schedule {name}"
             if name in late:
                 yield "schedule-overdue", subject, {}

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 #: The arguments of :meth:`.Schedules.put` that an entry's options may contain.
 OF_PUT: Final = frozenset(Schedules.put.__kwdefaults__ or ())
 
-#: How long workers do not put replaced beat entries again, in milliseconds.
+#: How long workers do not store replaced beat entries again, in milliseconds.
 FLAPPING_MS: Final = 3_600_000
 
 _FORMER: Final = (
@@ -80,14 +80,14 @@ class BeatEntries:
         self.digest = hashlib.sha256(repr(entries).encode()).hexdigest()[:24]
 
     def put(self, *, is_forced: bool = False) -> bool:
-        """Put the entries as schedules, and delete schedules whose entries no longer exist.
+        """Store the entries as schedules, and delete schedules whose entries no longer exist.
 
         While workers of two versions of the code are deployed, workers of the earlier version
-        change nothing: replaced entries are not put again for an hour.
+        change nothing: replaced entries are not stored again for an hour.
 
         Args:
-            is_forced: Whether to put the entries even if later code has replaced them, because you
-                rolled back to this code.
+            is_forced: Whether to store the entries even if later code has replaced them, because
+                you rolled back to this code.
 
         Returns:
             Whether the schedules now match this code.
@@ -97,8 +97,8 @@ class BeatEntries:
             if not is_forced and int(found.get(self.digest, 0)) > wall_clock.ms() - FLAPPING_MS:
                 logger.warning(_FORMER)
                 return False
-            # Store the hash first: if Redis then loses schedules that are put below, it has lost
-            # the hash too.
+            # Store the hash first: if Redis then loses schedules that are stored below, it has
+            # lost the hash too.
             if found.get("current") != self.digest:
                 self._records.take_over(self._application, found.get("current"), self.digest)
             for name, put in self.puts.items():
@@ -108,14 +108,14 @@ class BeatEntries:
         return True
 
     def keep(self) -> None:
-        """Put the entries unless Redis has them; workers call this regularly."""
+        """Store the entries unless Redis has them; workers call this regularly."""
         known = self._is_current is not None
         found = self._records.taken_over(self._application) if known else {}
         if found.get("current") == self.digest:
             self._is_current = True
         elif self.digest in found:
             self._is_current = False
-        elif self._is_current is not False:  # False: workers of later code put their entries
+        elif self._is_current is not False:  # False: workers of later code stored theirs
             self._is_current = self.put()
 
     def end(self, kept: Container[str] = ()) -> None:
@@ -127,7 +127,7 @@ class BeatEntries:
 
 @contextmanager
 def _logged(name: str) -> Iterator[None]:
-    """Log an invalid entry instead of raising, so that the other entries are put."""
+    """Log an invalid entry instead of raising, so that the other entries are stored."""
     try:
         yield
     except (*TEMPORARY_ERRORS, RegistryUnavailable):
@@ -154,7 +154,7 @@ def _plan_entry(plan: _Plan, name: str, entry: Any) -> None:
             logger.warning("Beat entry %r runs without its unsupported options: %s", name, left_out)
         args, kwargs = entry.args or (), entry.kwargs
         if any(type(value).__name__ == "BeatLazyFunc" for value in (*args, *kwargs.values())):
-            raise InvalidSchedule(args, "takes no BeatLazyFunc: it is computed at each send")
+            raise InvalidSchedule(args, "a BeatLazyFunc would have to be computed at each send")
         plan.put(name, entry.task, entry.schedule, args, kwargs, **options)
 
 
@@ -166,7 +166,7 @@ def idle_beat(sender: Any, **_: Any) -> None:
 
     scheduler = sender.scheduler
     if type(scheduler) not in (beat.Scheduler, beat.PersistentScheduler):
-        logger.warning("rabbitdelay_beat: celery beat has a custom scheduler, so it still sends.")
+        logger.warning("rabbitdelay_beat: celery beat keeps sending: it has a custom scheduler.")
         return
     logger.warning("rabbitdelay_beat: celery beat sends nothing; workers send its entries.")
     scheduler.tick = lambda *_, **__: scheduler.max_interval

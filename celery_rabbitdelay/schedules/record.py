@@ -1,6 +1,7 @@
 """The message that a schedule sends, and the schedule's record in Redis.
 
-Celery makes the message once, when the schedule is put; every occurrence sends a filled-in copy.
+Celery makes the message once, when the schedule is created or edited; every occurrence sends a copy
+with its own id and due time.
 """
 
 from __future__ import annotations
@@ -152,12 +153,12 @@ def captured(
     try:
         delayed = capture(app.rabbitdelay, sent, call, options, registry).delayed
     except EncodeError as error:
-        takes = f"takes arguments that can be serialized: {error}"
+        takes = f"its arguments cannot be serialized: {error}"
         raise InvalidSchedule((*call.args, call.kwargs), takes) from None
     headers, properties = delayed.message.headers, delayed.message.properties
     if delayed.queue is None:
         where = headers.exchange, headers.routing_key
-        raise InvalidSchedule(where, "takes a task that goes to exactly one known queue")
+        raise InvalidSchedule(where, "its task must go to exactly one known queue")
     words = [
         *(name, call.args, call.kwargs, made.options, delayed.destination),
         *(headers.exchange, headers.routing_key, headers.queue, headers.priority, is_listed),
@@ -416,7 +417,7 @@ class Records:
         return sorted(self.overdue("+inf"))
 
     def overdue(self, until_ms: int | str) -> dict[str, int]:
-        """Return the schedules whose next occurrence is due by an instant, and these due times."""
+        """Return the schedules with an occurrence due by ``until_ms``, and its due time."""
         (found,) = self._store.commands(
             lambda pipe: pipe.zrangebyscore(self._all, "-inf", until_ms, withscores=True)
         )

@@ -213,7 +213,7 @@ def _exclusion(given: object) -> str:
         return f"{plain(given, 'exclude'):%Y-%m-%d}"
     if isinstance(given, str):
         return given
-    raise InvalidSchedule(given, "takes dates to exclude")
+    raise InvalidSchedule(given, "the days to exclude must be dates")
 
 
 def _field(values: Collection[int], whole: int) -> str:

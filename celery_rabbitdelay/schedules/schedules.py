@@ -221,8 +221,7 @@ class Schedules:
         Raises:
             InvalidSchedule: An argument is invalid, or no instant is ever due.
             PublishError: RabbitMQ did not confirm the first occurrence. The schedule is stored:
-                putting it again sends the occurrence again, and so do workers once it is a minute
-                late.
+                another call sends the occurrence again, and so do workers once it is a minute late.
         """
         if unknown := options.keys() - OPTIONS:
             known = ", ".join(sorted(OPTIONS))
@@ -247,7 +246,7 @@ class Schedules:
         try:
             text = made.text
         except (TypeError, ValueError) as error:
-            takes = f"takes options that can be written as JSON: {error}"
+            takes = f"its options cannot be written as JSON: {error}"
             raise InvalidSchedule(options, takes) from None
         if len(text) > MAX_TEXT - 200:  # the order and other fields are added later
             raise InvalidSchedule(when, "is too long")
@@ -257,13 +256,13 @@ class Schedules:
             instants = islice(recurrence.all_after(first_ms - 1), INSTANTS)
             gaps_ms = [later - former for former, later in pairwise(instants)]
             if gaps_ms and jitter_ms > (gap_ms := min(gaps_ms)):
-                takes = f"takes a jitter of at most {gap_ms / 1000:g} s, its shortest gap"
-                raise InvalidSchedule(jitter, takes)
+                gap = f"{gap_ms / 1000:g} s, the shortest gap between two occurrences"
+                raise InvalidSchedule(jitter, f"the jitter may be at most {gap}")
         delayed, revision = record.captured(self.app, made, task, args or (), kwargs or {})
         return self._put(made._replace(revision=revision), stored(delayed), paused)
 
     def put_exported(self, exported: Mapping[str, Any], **changes: Any) -> Schedule | None:
-        """Put a schedule from the values of :meth:`.Schedule.exported`, with changes.
+        """Create a schedule from the values of :meth:`.Schedule.exported`, with changes.
 
         Raises:
             InvalidSchedule: See :meth:`put`; or the exporting program could not read the arguments.
@@ -377,7 +376,7 @@ class Schedules:
             if noted is None or noted.ahead_ms is None:
                 listed[name] = None
             elif noted.occurrence is None or not noted.message:
-                logger.warning("Redis has lost schedule %r: put the schedule again.", name)
+                logger.warning("Redis lost schedule %r: create it again with schedules.put.", name)
             elif noted.occurrence.due_ms > now_ms - record.HEAL_AFTER_MS:
                 listed[name] = noted.occurrence.due_ms
             elif (when := noted.heals(now_ms)) == "soon":
@@ -385,7 +384,7 @@ class Schedules:
             elif when == "now":
                 message = record.message_of(noted.occurrence, noted.message)
                 task, queue = record.task_of(message), message.queue
-                # An occurrence that waits for a resume is not missing.
+                # An occurrence that waits for the end of a pause is not missing.
                 if not paused_since(paused, task, queue.name if queue else ""):
                     records.note(name, healed=now_ms)
                     healed[name] = message

@@ -160,7 +160,7 @@ class Taken(NamedTuple):
             invalid.
         row: The row for ``send_many``, with its id; the error of an invalid row; or rows that Spark
             has serialized.
-        given: All values of the row, by the names of the columns in :attr:`Columns.types`.
+        given: All values of the row, keyed by the names of the columns in :attr:`Columns.types`.
     """
 
     shared: Shared
@@ -181,7 +181,8 @@ class Columns:
             case in the schema, and has its usual name here.
         identity: The names of the columns that ids are derived from, in their order.
         are_shared: Whether the arguments in :class:`Shared` are the same for all rows.
-        shared: The shared arguments as the options give them.
+        shared: The arguments in :class:`Shared`, from the options alone; used for all rows if
+            ``are_shared``.
 
     Raises:
         InvalidColumn: A column is missing, unknown, duplicated, or of a wrong type.
@@ -335,10 +336,10 @@ def _check(types: Mapping[str, T.DataType], options: WriteOptions) -> None:
             continue
         raise InvalidColumn(name, kind.simpleString(), problem)
     if ("delay" in types) == ("eta" in types):
-        what = "there are both" if "eta" in types else "there is neither"
-        raise InvalidColumn("delay", None, f"give one of the columns delay and eta; {what}")
+        what = "present" if "eta" in types else "missing"
+        raise InvalidColumn("delay", None, f"use exactly one of delay and eta; both are {what}")
     if "task" not in types and not options.task:
-        raise InvalidColumn("task", None, "give this column, or the option task")
+        raise InvalidColumn("task", None, "add this column, or set the option task")
 
 
 def _parts(kind: T.DataType) -> Iterator[T.DataType]:

@@ -80,7 +80,7 @@ class ApplicationOptions(NamedTuple):
         app: The import path of the application, as for ``celery -A``; None without one.
         broker: The URL of RabbitMQ. Users pass it without the password, which is inserted from
             ``broker_password``.
-        broker_password: The password. Spark hides options of this name in plans and logs
+        broker_password: The password. Spark hides options with this name in plans and logs
             (``spark.redaction.regex``).
         registry: The URL of the registry's Redis, without its password.
         registry_password: The password of Redis.
@@ -231,7 +231,7 @@ class ReadOptions(NamedTuple):
         application: The application; the read is about its levels or registry.
         what: ``pending``, ``levels`` or ``undeliverable``.
         partitions: The number of partitions.
-        task: Only the tasks of this name.
+        task: Only the tasks with this name.
         key: Only the tasks that were sent with this key.
         job: Only the tasks that were sent with this job.
         limit: The maximum number of undeliverable messages; None for the default.
@@ -322,7 +322,7 @@ def _read(cls: type[NamedTuple], given: Mapping[str, str], kind: str = "") -> di
 
     Args:
         cls: The class of the options.
-        given: The options' values as text, by the options' names.
+        given: The options' values as text, keyed by the options' names.
         kind: The value of ``what``, or the protocol.
     """
     found = {}

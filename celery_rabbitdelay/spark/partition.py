@@ -70,7 +70,7 @@ class Counts:
         dropped: The number of rows that were dropped because their due time had passed (``past =
             "drop"``).
         seconds: The total sending time of all partitions, in seconds.
-        refused: The number of refused rows, by the name of the error.
+        refused: The number of refused rows per error name.
     """
 
     rows: int = 0

@@ -133,8 +133,8 @@ class Recording:
             **fields: Fields of :class:`Sent`. ``delay`` and ``tolerance`` are seconds or timedeltas
                 and have to be exact to the millisecond; for a task that was sent with an ``eta``,
                 the actual ``delay`` may be up to 5 s shorter. ``due`` and ``expires`` are aware
-                datetimes, and may be 5 s off; ``expires`` may also be a length of time after the
-                send. Only the headers that you give are compared. A list is equal to a tuple.
+                datetimes, and may be up to 5 s off; ``expires`` may also be a length of time after
+                the send. Only the headers that you give are compared. A list is equal to a tuple.
 
         Raises:
             AssertionError: No send, or several sends, have these fields. The error lists the sends,
@@ -212,11 +212,11 @@ class Recording:
         return ran
 
     def _stand_at(self, ms: int) -> None:
-        """Stop the clock at an instant, or at the present one if the instant has passed."""
+        """Stop the clock at ``ms``, or at the present time if ``ms`` has passed."""
         self.clock.stand_at(max(ms * wall_clock.NS_PER_MS, self.clock.ns()))
 
     def _run_until(self, until_ms: int | None, ran: list[Sent]) -> None:
-        """Run tasks that are due by an instant, and held tasks that may run now."""
+        """Run tasks that are due by ``until_ms`` (None: all), and held tasks that may run now."""
         for each in self.recorded:
             if each.is_held:
                 each.at_ms, each.is_held = wall_clock.ms(), False

@@ -442,7 +442,7 @@ class HeldMessages:
             self._read(f"{self._on_their_way.total()} messages from the levels' queues")
 
     def release(self, until_ms: int) -> list[str]:
-        """Publish messages due by an instant to the delivery exchange; return their routing keys.
+        """Publish messages due by ``until_ms`` to the delivery exchange; return their routing keys.
 
         Args:
             until_ms: The instant, in milliseconds since 1970-01-01 UTC.
@@ -539,7 +539,7 @@ class HeldMessages:
             self._take(self._source.received.popleft())
 
     def _seen(self, message: amqp.Message) -> None:
-        """Record a message that is published into the levels, by its copy."""
+        """Record a message that was published into the levels, from the copy of the message."""
         if message.properties.get("type") == MARK:
             self._marks.discard(message.properties["message_id"])
         elif "x-death" not in headers_of(message):  # it does not come from a level

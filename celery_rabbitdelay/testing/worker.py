@@ -76,7 +76,7 @@ class Clock:
         return self._numbers[_STANDS_AT] or self._base() + self._numbers[_AHEAD]
 
     def stand_at(self, ns: int) -> None:
-        """Stop the clock at an instant."""
+        """Stop the clock at ``ns``."""
         self._numbers[_STANDS_AT] = ns
 
     def go_on(self) -> None:
@@ -152,7 +152,7 @@ def _maybe_expire(request: Request) -> bool:
 
 
 def shown(instant: datetime) -> AbstractContextManager[object]:
-    """Return a context in which all code sees an instant, and time continues from there.
+    """Return a context in which the time is ``instant`` for all code, and continues from there.
 
     Raises:
         ModuleNotFoundError: The package ``time-machine`` is not installed.

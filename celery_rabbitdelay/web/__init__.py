@@ -9,12 +9,12 @@ replaces a part of it, so the pages also work without JavaScript.
 Read ``options`` first (the options, and password hashes), then ``access`` (who sends a
 request, and the headers of every response). ``site`` has the state that all requests share: cached
 readings of the servers, and actions. A view takes a ``view_request.ViewRequest`` and
-returns the content of its page and its JSON. The views are named like their pages: ``now`` (Now,
-Health), ``levels``, ``waiting``, ``deciding`` (cancel, postpone, run now), ``undeliverable`` and so
-on; ``pages`` lists all of them. ``query`` is the search language, and ``search`` runs a search.
-``states`` determines which due tasks are held and which are overdue. ``problems`` lists the
-problems on Now, ``charts`` lays out bars and lines, ``shown`` escapes untrusted text, ``asgi``
-makes the ASGI application, and ``command`` serves it.
+returns the content of its page and its JSON. The views are named like their pages: ``now`` (the
+pages Now and Health), ``levels``, ``waiting``, ``deciding`` (cancel, postpone, run now),
+``undeliverable`` and so on; ``pages`` lists all of them. ``query`` is the search language, and
+``search`` runs a search. ``states`` determines which due tasks are held and which are overdue.
+``problems`` lists the problems on the page Now, ``charts`` lays out bars and lines, ``shown``
+escapes untrusted text, ``asgi`` makes the ASGI application, and ``command`` serves it.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Shield:
 
 
 def is_from_elsewhere(headers: Headers) -> bool:
-    """Return whether, by the browser's headers, another site's page has sent a request.
+    """Return whether another site's page has sent a request, according to the browser's headers.
 
     Browsers send ``Sec-Fetch-Site`` over HTTPS and to localhost; otherwise ``Origin`` decides. A
     request with neither header does not come from a browser.

@@ -139,7 +139,7 @@ def _decide_each(
     Args:
         delays: The application's delays.
         tasks: The ids and the due times of the tasks; None for a task that does not wait.
-        until: Returns the new due times; None cancels.
+        until: Returns the new due times; None to cancel the tasks.
         outcomes: The outcomes of its tasks are set.
     """
     for task_id, due in tasks:
@@ -173,7 +173,7 @@ def stop(request: ViewRequest) -> dict[str, object]:
     """Stop an action after its current task or batch."""
     found = request.site.works.get(request.fields.needed("key"))
     found.stopping.set()
-    log_action(request.user, "stopped", 1, found.about)
+    log_action(request.user, f"stopped the action on {found.about}")
     return seen(found)
 
 
@@ -183,7 +183,7 @@ def seen(work: Work) -> dict[str, object]:
 
 
 def _until(request: ViewRequest, action: str) -> Until | None:
-    """Return the function that gives each task its new due time; None cancels."""
+    """Return the function that gives each task its new due time; None to cancel them."""
     if action == "cancel":
         return None
     if action == "run-now":

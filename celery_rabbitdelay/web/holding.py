@@ -30,7 +30,7 @@ AGES: Final = {
 #: A pause is for a task or for a queue. The page warns if only the other kind has the name.
 OTHER: Final = {"task": "queue", "queue": "task"}
 
-#: The names of the cached readings that count held tasks; Now has one reading per horizon.
+#: The names of the cached readings that count held tasks; the page Now has one per horizon.
 OF_HELD: Final = ("kinds", "due in a ")
 
 #: How many names a form for a pause proposes.
@@ -90,7 +90,7 @@ def change_job(method: str, what: str, request: ViewRequest) -> dict[str, object
         getattr(request.with_registry, method)(name)
     except JobClosed as closed:
         raise HTTPException(409, str(closed)) from closed
-    log_action(request.user, f"{what} the job", 1, name)
+    log_action(request.user, f"{what} the job", name)
     request.site.outdate(*OF_HELD)
     return {**job(request), "see": f"jobs/one?{request.fields.address()}"}
 
@@ -114,12 +114,12 @@ def pauses(request: ViewRequest) -> dict[str, object]:
 
 
 def pause(request: ViewRequest) -> dict[str, object]:
-    """Pause a task or a queue until an instant or until it is resumed."""
+    """Pause a task or a queue until the time in the field ``until``, or until it is resumed."""
     until, (what, name) = request.instant("until"), _target(request)
     if until is not None and until <= wall_clock.now():
         raise Wrong("until", "takes an instant in the future")
     since = request.with_registry.pause(**{what: name}, until=until)
-    log_action(request.user, f"paused the {what}", 1, name)
+    log_action(request.user, f"paused the {what}", name)
     request.site.outdate(*OF_HELD)
     return {"since": since, "until": until, "see": "pauses"}
 
@@ -128,7 +128,7 @@ def resume(request: ViewRequest) -> dict[str, object]:
     """Resume a task or a queue."""
     what, name = _target(request)
     was_paused = request.with_registry.resume(**{what: name})
-    log_action(request.user, f"resumed the {what}", int(was_paused), name)
+    log_action(request.user, f"resumed the {what}", name, "" if was_paused else ": was not paused")
     request.site.outdate(*OF_HELD)
     return {"was_paused": was_paused, "see": "pauses"}
 

@@ -49,7 +49,7 @@ MINUTES: Final = 60
 #: The span and the step of the rate at which messages enter the levels, in seconds.
 SENT = 3_600, 60
 
-#: The hint of Health while the management API does not answer.
+#: The hint on the page Health while the management API does not answer.
 NEEDS: Final = (
     "The findings need the management API: rabbitmq-plugins enable rabbitmq_management, and a user "
     "with the tag 'monitoring'. If the API has another host or another user, set its URL "
@@ -267,7 +267,7 @@ def _by_minute(answers: Iterable[Answer], name: str) -> list[list[float]]:
 
 
 def _sent(site: Site) -> list[tuple[datetime, float]]:
-    """Return how many messages entered the levels per minute, by the management API's statistics.
+    """Return how many messages entered the levels per minute, from the management API's statistics.
 
     Raises:
         ManagementUnavailable: The API does not answer.

@@ -1,4 +1,4 @@
-"""The problems that Now lists, the most severe first, each with the page that shows a remedy."""
+"""The problems on the page Now, the most severe first, each with the page that shows a remedy."""
 
 from __future__ import annotations
 

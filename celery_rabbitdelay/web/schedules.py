@@ -28,7 +28,7 @@ MISSING: Final = 60.0
 MOST_RUNS, MOST_OF_ALL = 12, 200
 
 #: The error for an unknown name.
-UNKNOWN: Final = "There is no schedule of this name."
+UNKNOWN: Final = "There is no schedule with this name."
 
 #: How many next runs a schedule's own page lists.
 NEXT: Final = 5
@@ -107,7 +107,7 @@ def edit(request: ViewRequest) -> dict[str, object]:
         put = request.with_registry.schedules.put_exported(found.exported(), **changed)
     except (InvalidSchedule, InvalidDelay) as wrong:
         raise Wrong("when", str(wrong)) from wrong
-    log_action(request.user, f"edited the schedule to {changed!r:.500}", 1, found.name)
+    log_action(request.user, "edited the schedule", found.name, f": {changed!r:.500}")
     done = "edited the schedule" if put is not None else "ended the schedule: no run is left"
     see = "schedules" if put is None else f"schedules/one?name={quoted(found.name)}"
     return {"name": found.name, "done": done, "see": see}
@@ -148,7 +148,7 @@ def change(method: str, what: str, request: ViewRequest) -> dict[str, object]:
     name, see = request.fields.needed("name"), request.fields.address()
     if not getattr(request.with_registry.schedules, method)(name):
         raise HTTPException(404, UNKNOWN)
-    log_action(request.user, what, 1, name)
+    log_action(request.user, what, name)
     return {"name": name, "done": what, "see": f"schedules/one?{see}"}
 
 

@@ -21,7 +21,7 @@ MOST_READ, MOST_READ_WHOLE = 1_000, 500
 #: How many of the newest jobs are counted beside a search.
 COUNTED_JOBS: Final = 8
 
-#: The counts of matching tasks per value, by the name of the term: task, queue, state and so on.
+#: The counts of matching tasks per value, keyed by the term's name: task, queue, state and so on.
 Counts: TypeAlias = Mapping[str, Counter[str]]
 
 

@@ -41,8 +41,8 @@ CONNECT_TIMEOUT, ANSWER_TIMEOUT = 2.0, 5.0
 #: Seconds between two readings of the queues, of the kinds of waiting tasks, and of the workers.
 STATUS_PERIOD, COUNTED_PERIOD, WORKERS_PERIOD = 2.0, 5.0, 10.0
 
-#: Seconds for which Now waits for each of its new figures before it shows old ones; and before it
-#: shows figures older than :data:`STALE`, or older than the last action of this process.
+#: Seconds for which the page Now waits for each of its new figures before it shows old ones; and
+#: before it shows figures older than :data:`STALE`, or older than the last action of this process.
 PATIENCE, LONG_PATIENCE = 0.1, 2.0
 
 #: The age from which a reading counts as stale: nobody has looked at the page for some time.
@@ -269,8 +269,8 @@ class Work:
             self.error = "an unexpected error; the server's log has the details"
             logger.exception("rabbitdelay web: an action on %s has failed", self.about)
         try:
-            action = f"{self.what} {self.about} ({state}, of {self.total})"
-            log_action(self.user, action, self.done, [*self.outcomes] or None)
+            outcome = f": {state}; {self.what}: {self.done}, expected: {self.total}"
+            log_action(self.user, f"acted on {self.about}", [*self.outcomes] or None, outcome)
         finally:
             self.state = state
             share(self)
@@ -375,14 +375,14 @@ class Works:
             return list(self._works.values())[::-1]
 
 
-def log_action(user: User, action: str, number: int, about: object = None) -> None:
+def log_action(user: User, action: str, about: object = None, outcome: str = "") -> None:
     """Log an action of a user.
 
     Args:
         user: The user.
-        action: The action, in the past: "cancelled".
-        number: How many tasks, messages or other things the action has changed.
-        about: The names of these things.
+        action: The action, in the past: "paused the queue".
+        about: The names of the things that the action is about.
+        outcome: The outcome of the action.
     """
     shown = "" if about is None else f" {about!r:.1000}"
-    logger.info("rabbitdelay web: %r has %s: %d%s", user.name, action, number, shown)
+    logger.info("rabbitdelay web: user %r %s%s%s", user.name, action, shown, outcome)

@@ -22,7 +22,7 @@ from celery_rabbitdelay.web.shown import quoted
 from celery_rabbitdelay.web.site import STATUS_PERIOD
 from celery_rabbitdelay.web.view_request import ViewRequest
 
-#: The page that shows details or a remedy, by the subject of a reason; others have Workers.
+#: The page that shows details or a remedy, keyed by the subject of a reason; by default, Workers.
 PAGES: Final = {
     "": None,
     "key": "waiting",
@@ -33,7 +33,7 @@ PAGES: Final = {
     "queue": "health",
 }
 
-#: The last event of a waiting task's timeline, by the subject of the reason.
+#: The last event of a waiting task's timeline, keyed by the subject of the reason.
 AHEAD: Final = {
     "job": "Runs within ten minutes after the commit of its job",
     "aborted": "A worker drops it",
@@ -94,7 +94,7 @@ class Event(NamedTuple):
     queues: Mapping[str, int | None] = {}
 
 
-#: The present event of a waiting task, by its state.
+#: The present event of a waiting task, keyed by its state.
 HERE: Final = {
     "waiting": "Waits in the levels",
     "held": "Held: it is paused",

@@ -128,7 +128,7 @@ def _count(kept: list[Kept], wanted: UndeliverableFilter, name: str) -> dict[str
 
 
 def _listed(kept: Kept) -> dict[str, object]:
-    """Return a message's line in the list: its task, or without a task its origin."""
+    """Return a message's line in the list: its task, or else where it was published to."""
     headers = kept.message.headers
     key, x_delay = headers.get(KEY), headers.get(X_DELAY)
     return {

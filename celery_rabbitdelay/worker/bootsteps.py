@@ -122,8 +122,8 @@ class WorkerDeclaration:
                 if isinstance(error, AccessRefused) and not is_broadcast:
                     raise
                 logger.warning(
-                    "rabbitdelay worker: cannot bind the queue %r to the levels, so it gets no "
-                    "delayed tasks: %s",
+                    "rabbitdelay worker: cannot bind the queue %r to the delay levels, so it gets "
+                    "no delayed tasks: %s",
                     queue.name,
                     error,
                 )

@@ -93,10 +93,10 @@ class Early:
 def waiting_task(
     message: Message, destination: Destination, due_ms: int, most: int
 ) -> WaitingMessage:
-    """Convert a received and restored task to a message that can be published again.
+    """Convert a received task to a message that can be published again.
 
     Args:
-        message: The task's message.
+        message: The task's message, with the exchange, routing key and headers of the task.
         destination: The exchange and the routing key that its consumer sees.
         due_ms: When the task is due, in milliseconds since 1970-01-01 UTC.
         most: The maximum size of a compressed body after decompression, in bytes.
@@ -343,7 +343,7 @@ class EarlyTasks(BatchThread[Early]):
         return due if due.delay_ms > self._topology.layout.tick_ms else None
 
     def destination(self, message: Message, waited: DelayHeaders | None) -> Destination | None:
-        """Return the origin of a message; None if it cannot return there from the levels."""
+        """Return where a message came from; None if it cannot return there from the levels."""
         info, name = message.delivery_info, celery_internals.name_of_queue(self._consumer, message)
         queue: kombu.Queue | None = self._consumer.app.amqp.queues.get(name)
         if waited is not None:
@@ -434,21 +434,18 @@ class EarlyTasks(BatchThread[Early]):
         elif early.place == "paused" and (
             isinstance(error, exceptions.MessageNacked) or not isinstance(error, TEMPORARY_ERRORS)
         ):
-            text = "%s cannot wait with the paused tasks, and returns to the levels: %s"
+            text = "%s cannot wait with the paused tasks, and returns to the delay levels: %s"
             logger.warning(text, _task_named(early.message), error)
             early.place = "levels"
             self.give(early)
         elif not isinstance(error, TEMPORARY_ERRORS) or early.until.remaining_ms() <= 0:
-            logger.warning(
-                "%s is due in %.1f s and cannot wait in the levels, so the worker holds it: %s",
-                _task_named(early.message),
-                early.until.remaining_ms() / 1000,
-                error,
-            )
+            text = "%s, due in %.1f s, cannot wait in the delay levels, so the worker holds it: %s"
+            seconds = early.until.remaining_ms() / 1000
+            logger.warning(text, _task_named(early.message), seconds, error)
             self.act(partial(self._finish, early, early.hold))
         else:
             if not early.is_held:
-                text = "%s cannot enter the levels yet; retrying: %s"
+                text = "%s cannot enter the delay levels yet; retrying: %s"
                 logger.warning(text, _task_named(early.message), error)
             self._try_again(early, RETRY_INTERVAL)
 
@@ -459,7 +456,7 @@ class EarlyTasks(BatchThread[Early]):
         may refuse the headers.
         """
         if _is_permanent(error) and early.place != "bare":
-            text = "Cannot publish %s with its headers; it goes to undeliverable without them: %s"
+            text = "%s becomes undeliverable, without its headers, which cannot be published: %s"
             logger.warning(text, _task_named(early.message), error)
             early.why = f"{early.why}; {getattr(error, 'reason', error)}"
             early.place = "bare"

@@ -69,7 +69,7 @@ class Origins:
     def checked(
         self, message: Message, headers: DelayHeaders, exchange: str, routing_key: str
     ) -> tuple[str, str]:
-        """Return the exchange and key for retries: the given origin, or else the task's queue."""
+        """Return the given exchange and key for retries if allowed, or else the task's queue."""
         queue = name_of_queue(self._consumer, message) or ""
         if (exchange, routing_key) == ("", queue):
             return exchange, routing_key
@@ -80,7 +80,8 @@ class Origins:
         else:
             return exchange, routing_key
         logger.warning(
-            "Task %s: headers name the origin %r, but retries go to the queue %r, because %s.",
+            "Task %s: its headers name the exchange and routing key %r for retries, but retries "
+            "go to the queue %r, because %s.",
             celery_internals.shown(message.headers.get("id")),
             (exchange, routing_key),
             queue,
@@ -171,7 +172,8 @@ class RestoringStrategies(dict[str, Strategy]):
                 is_taken = self._take(delivery, takes_eta)
             except Exception:  # the message may be invalid in any way
                 logger.exception(
-                    "Task %s[%s]: its message cannot be restored; Celery gets it unchanged.",
+                    "Task %s[%s]: the exchange, routing key and headers of its message cannot be "
+                    "restored; Celery gets it unchanged.",
                     task_name,
                     celery_internals.shown(celery_internals.id_of(message)),
                 )

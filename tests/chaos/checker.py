@@ -217,7 +217,7 @@ def expected(ledger: Ledger, sent: Sent) -> Expected:
 
 
 def _decided(ledger: Ledger, before: Expected, made: Decision) -> Expected:
-    """Return what is expected after a cancel or a postponement."""
+    """Return what is expected after a cancellation or a postponement."""
     is_done = made.outcome == "DONE" and not _is_forgotten(ledger, made)
     if made.what == "cancel":
         return before._replace(ends="not" if is_done else "may", why="cancel: DONE")

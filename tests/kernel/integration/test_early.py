@@ -132,7 +132,7 @@ def test_what_the_levels_cannot_take_is_held_by_the_worker_and_not_started(
     connection.Producer().publish(task.body, headers=own, **to)
     seen = shop.AsyncResult(task.properties["correlation_id"]).get(timeout=PATIENCE)
     assert seen["at"] >= due - 0.001
-    assert "cannot wait in the levels, so the worker holds it" in shop.worker.log
+    assert "cannot wait in the delay levels, so the worker holds it" in shop.worker.log
 
 
 def test_what_is_early_by_less_than_the_setting_says_starts(
@@ -211,7 +211,7 @@ def send(plain: Any, prefix: str) -> Callable[..., Any]:
 MINUTE: dict[str, Any] = {"rabbitdelay_layout": [("seconds", 60, 1), ("ms", 10, 0.1)]}
 
 #: What a worker logs of a task that the levels do not take at once.
-TRIES_AGAIN = "cannot enter the levels yet"
+TRIES_AGAIN = "cannot enter the delay levels yet"
 
 
 def _waiting(connection: Connection, shop: Any) -> int:

@@ -76,4 +76,4 @@ def test_a_retry_goes_only_where_distribution_may_go(
         past = result.get(timeout=PATIENCE)
         assert [(each["exchange"], each["routing_key"]) for each in past] == [("", queue)] * 2
     assert count(connection, secret.name) == 0
-    assert served.worker.log.count("name the origin") >= 2
+    assert served.worker.log.count("name the exchange and routing key") >= 2

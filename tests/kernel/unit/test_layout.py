@@ -116,8 +116,8 @@ wrong: Any = custom
     [
         (lambda: custom([]), "takes at least one level"),
         (lambda: wrong([("s", 2)]), r"takes a \(name, base, unit\)"),
-        (lambda: wrong([(5, 2, 1)]), "level 5: takes a name of up to 50 letters"),
-        (lambda: custom([("n" * 51, 2, 1)]), "takes a name of up to 50"),
+        (lambda: wrong([(5, 2, 1)]), "level 5: its name may have up to 50 letters"),
+        (lambda: custom([("n" * 51, 2, 1)]), "its name may have up to 50"),
         (lambda: custom([("a.b", 2, 1)]), "letters, digits"),
         (
             lambda: custom([("minutes", 60, 60), ("seconds", 59, 1)]),

@@ -210,7 +210,7 @@ def test_delete_refuses_while_dead_lettering_holds_due_messages(
     refused = run_celery(settings, f"{command} {place.management_url}")
 
     assert blind.returncode == 0
-    assert blind.stderr.startswith("Warning: cannot count the due messages that the levels hold ")
+    assert blind.stderr.startswith("Warning: cannot count the due messages that the delay levels ")
     assert refused.returncode == 1
     assert (
         " messages still wait in 1 queues under the prefix 'shop', for example in shop.ms.100"

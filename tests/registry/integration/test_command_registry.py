@@ -155,7 +155,7 @@ def test_show_says_how_long_a_task_is_paused_and_that_held_tasks_return(
     assert facts.get("may be in") is None
     shop.rabbitdelay.pause(task="look")
     facts = shown(shop, task_id)
-    assert facts["why"].startswith("All tasks of this name have been paused for ")
+    assert facts["why"].startswith("All tasks with this name have been paused for ")
     assert facts["may be in"] == "paused (1)"
     (pause,) = answer(shop, f"show {task_id}", "show")["tasks"][task_id]["pauses"]
     assert (pause["task"], pause["queue"]) == ("look", None)
@@ -206,11 +206,11 @@ def test_the_command_asks_before_it_cancels_what_a_search_finds(shop: Any) -> No
     assert told == {"count": 0, "cancelled": 0, "dry_run": False}
     for options, why in (
         ("--dry-run", "--dry-run needs --search"),
-        ("x --search task:look", "--search excludes ids, --key and --also-future"),
+        ("x --search task:look", "--search cannot be combined with ids, --key or --also-future"),
         ("--search job:oth* -y", "job 'others' is open: abort all of it with job abort others"),
-        ("--search * -y", "--search takes terms: to cancel all tasks, search for task:*"),
+        ("--search * -y", "--search needs a term: to cancel all tasks, search for task:*"),
         ("--search task:look --json", "--json cannot ask for confirmation: pass --yes or"),
-        ("--yes", "pass task ids, or --key"),
+        ("--yes", "pass either task ids or --key, not both"),
     ):
         wrong = invoke(shop, f"cancel {options}")
         assert wrong.exit_code == 2

@@ -118,7 +118,7 @@ def test_the_tasks_that_are_dropped_with_their_job_are_counted_by_name_and_queue
         mock.call({application.EXPIRED: 2}, "remind", "queue"),
         mock.call({application.EXPIRED: 1}, "", "queue"),
     ]
-    assert "Dropped 3 tasks of an envelope: their job was aborted." in caplog.messages
+    assert "Dropped 3 tasks from an envelope: their job was aborted." in caplog.messages
 
 
 @frozen(DUE / 1000)

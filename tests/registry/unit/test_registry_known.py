@@ -102,7 +102,7 @@ def test_a_task_that_is_held_has_a_reason_for_each_hold_before_and_after_its_due
     assert due == [
         Reason("Its job is open: the task runs only after the job is committed.", "job"),
         Reason(
-            "All tasks of this name have been paused for 1 h; the pause has no end time.", "pause"
+            "All tasks with this name have been paused for 1 h; the pause has no end time.", "pause"
         ),
         Reason("Its queue has been paused for 0 s; the pause ends in 2 h.", "pause"),
         Reason("Missing on the broker: rabbitdelay.hours.1 and 2 more.", "levels"),

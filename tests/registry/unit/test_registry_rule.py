@@ -110,7 +110,7 @@ class World(NamedTuple):
             return world._replace(running=added(self.running, message), runs=runs)
         if verdict == "cancelled":
             assert message.life <= (-1 if self.stopped is None else self.stopped), (
-                "without a cancel"
+                "without a cancellation"
             )
         if verdict in ("cancelled", "superseded", "expired", "forgotten"):
             return world._replace(excused=self.excused | {message.full})
@@ -128,7 +128,9 @@ class World(NamedTuple):
     def check_run(self, message: Message, before: registry_model.Record) -> None:
         """Raise if a message must not run."""
         assert not self.is_paused, "although it is paused"
-        assert not (self.stopped is not None and message.life <= self.stopped), "after a cancel"
+        assert not (self.stopped is not None and message.life <= self.stopped), (
+            "after a cancellation"
+        )
         has_won = (
             dict(before.won).get(message.full) == message.copy
             if message.copy

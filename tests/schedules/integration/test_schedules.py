@@ -265,7 +265,7 @@ def test_what_cannot_be_a_schedule_is_refused(stage: Stage) -> None:
         ({"quue": "second"}, r"takes the options .* not \['quue'\]"),
         ({"overlap": "maybe"}, "a jitter of at most a day"),
         ({"jitter": 86_401}, "a jitter of at most a day"),
-        ({"when": ["@hourly", "10 * * * *"], "jitter": 601}, "a jitter of at most 600 s"),
+        ({"when": ["@hourly", "10 * * * *"], "jitter": 601}, "the jitter may be at most 600 s"),
         ({"start": datetime(1960, 1, 1, tzinfo=UTC)}, "times from 1970 on"),
         ({"catch_up": 1e17}, None),
     ]

@@ -127,7 +127,7 @@ def test_what_is_wrong_or_never_due_is_said_early(when: Any, reason: str) -> Non
 @pytest.mark.parametrize(
     ("exclude", "reason"),
     [
-        (HOUR, "takes dates"),
+        (HOUR, "must be dates"),
         *[(each, "isoformat") for each in ("christmas", "* 12 * * *")],
         ("20261225", "is not a date such as"),
         ("2026-02-30", "range"),

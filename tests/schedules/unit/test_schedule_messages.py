@@ -81,7 +81,7 @@ def test_what_a_schedule_sends_is_read_as_it_was_given(
 
 
 def test_what_cannot_be_written_or_goes_to_no_known_queue_is_refused(app: Any) -> None:
-    with pytest.raises(InvalidSchedule, match="arguments that can be serialized"):
+    with pytest.raises(InvalidSchedule, match="its arguments cannot be serialized"):
         captured(app, MADE, "remind", [object()], {})
     with pytest.raises(InvalidSchedule, match="one known queue"):
         stored_of(app, exchange=Exchange("news", type="topic"), routing_key="a.b")

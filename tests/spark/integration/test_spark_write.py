@@ -332,7 +332,7 @@ def test_what_is_wrong_is_said_before_anything_is_sent(spark: SparkSession, shop
     """A column, an option, an application; tests/spark/unit/test_spark_values.py has more."""
     url = {"broker": shop.conf.broker_url.replace("guest:guest@", "guest@")}
     wrong: list[tuple[str, dict[str, Any], str]] = [
-        ("1 delay, now() eta", {}, "there are both"),
+        ("1 delay, now() eta", {}, "both are present"),
         ("1 delay", {"tasks": "x"}, "option tasks: is unknown; did you mean task"),
         ("1 delay", {"task": "notes"}, "option task = 'notes': is unknown to the application; did"),
         ("1 delay", {"app": "no.such.module"}, "option app = 'no.such.module': cannot be imported"),

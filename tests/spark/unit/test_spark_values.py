@@ -126,9 +126,9 @@ OWN = {"kwargsFromColumns": "true"}
     ("columns", "more", "text"),
     [
         ({"delay": TEXT}, {}, "column delay (string): takes a number of seconds, or"),
-        ({"delay": LONG, "eta": T.TimestampType()}, {}, "column delay: give one of"),
-        ({"delay": LONG}, {"task": None}, "column task: give this column"),
-        ({"args": TEXT}, {}, "there is neither"),
+        ({"delay": LONG, "eta": T.TimestampType()}, {}, "column delay: use exactly one of"),
+        ({"delay": LONG}, {"task": None}, "column task: add this column"),
+        ({"args": TEXT}, {}, "both are missing"),
         ({"delay": LONG, "kwargs": T.MapType(LONG, LONG)}, {}, "takes a map with string keys"),
         ({"delay": LONG, "odd": LONG}, {}, "column odd (bigint): is unknown"),
         ({"delay": LONG, "kwargs": TEXT}, OWN, "column kwargs (string): cannot be combined"),

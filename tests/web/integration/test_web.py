@@ -729,7 +729,8 @@ def test_an_action_does_what_it_says_for_each_task_and_is_logged(
             assert (work["done"], work["outcomes"]) == (1, {task_id: "done"})
     logged = [each for each in caplog.records if each.name.startswith("celery_rabbitdelay.web")]
     assert [each.getMessage() for each in logged] == [
-        f"rabbitdelay web: 'local' has {done} selected tasks (done, of 1): 1 ['{task_id}']"
+        f"rabbitdelay web: user 'local' acted on selected tasks ['{task_id}']: done; "
+        f"{done}: 1, expected: 1"
         for done, task_id in (("cancelled", cancelled), ("postponed", later), ("run now", soon))
     ]
     assert shop.rabbitdelay.show(cancelled).state == "cancelled"
@@ -1333,7 +1334,7 @@ def test_a_pause_says_if_no_waiting_task_has_the_name_and_the_names_of_each_kind
         ("task", queue, ", but a queue has it"),
         ("queue", "look", ", but a task has it"),
     ]
-    words = {"task": "no waiting task has this name", "queue": "no task waits for a queue of"}
+    words = {"task": "no waiting task has this name", "queue": "no task waits for a queue with"}
     page = browser.get("/pauses").text
     for what, name in (("task", "look"), ("queue", queue)):
         proposed = page.partition(f'id="{what}s"')[2].partition("</datalist>")[0]

@@ -143,7 +143,7 @@ def test_only_so_much_work_goes_on_at_a_time_and_it_stops_between_batches(
     failed = until_ended(begin(failing(), "all"))
     assert (failed.done, failed.state, failed.error) == (2, "failed", "redis://:**@host is away")
     logged = [each for each in caplog.records if each.name.startswith("celery_rabbitdelay.web")]
-    cancelled = "rabbitdelay web: 'ada' has cancelled all (failed, of 5): 2"
+    cancelled = "rabbitdelay web: user 'ada' acted on all: failed; cancelled: 2, expected: 5"
     assert [each.getMessage() for each in logged] == [cancelled]
     for _ in range(10):
         until_ended(begin(iter([1])))

@@ -179,7 +179,7 @@ def test_a_stamp_of_any_name_stays_and_is_no_option(served_shop: Any) -> None:
 def test_an_option_that_a_stamp_would_hide_is_refused(served_shop: Any) -> None:
     signature = _stamped(served_shop.tasks["request"].s())
     for send in (signature.set, signature.apply_async):
-        with pytest.raises(UnknownOption, match="the signature has a stamp of this name"):
+        with pytest.raises(UnknownOption, match="the signature has a stamp with this name"):
             send(delay=5)
 
 

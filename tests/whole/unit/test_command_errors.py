@@ -15,18 +15,18 @@ REGISTRY = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
     ("command", "settings", "says"),
     [
         ("status", {"rabbitdelay_tick": "soon"}, "rabbitdelay_tick"),
-        ("verify --management amqp://guest:secret@host", {}, "give one such as http://host:15672"),
+        ("verify --management amqp://guest:secret@host", {}, "use one such as http://host:15672"),
         ("delete", {}, "pass --yes"),
         ("migrate --from-layout [[", {}, "is not JSON"),
         ("migrate --from-layout hexadecimal", {}, "rabbitdelay_layout"),
         ("migrate --rate 0", {}, "--rate"),
         ("migrate --from-prefix old", REGISTRY, "cancelled tasks would run"),
-        ("undeliverable redrive --to x.celery.pidbox", {}, "belongs to the levels, to the broker"),
+        ("undeliverable redrive --to x.celery.pidbox", {}, "is reserved for the delay levels"),
         ("undeliverable purge", {}, "pass --yes"),
-        ("pause --task x --queue y", REGISTRY, "pass --task or --queue"),
-        ("resume --task=", REGISTRY, "pass --task or --queue"),
-        ("postpone x", REGISTRY, "pass --delay or --eta"),
-        ("show x --key y", REGISTRY, "pass task ids, or --key"),
+        ("pause --task x --queue y", REGISTRY, "pass exactly one of --task and --queue"),
+        ("resume --task=", REGISTRY, "pass exactly one of --task and --queue"),
+        ("postpone x", REGISTRY, "pass exactly one of --delay and --eta"),
+        ("show x --key y", REGISTRY, "pass either task ids or --key, not both"),
         *(
             (command, {}, "set rabbitdelay_registry_url")
             for command in ("pending", "cancel --search task:x -y", "job show x", "schedules list")
