@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
-from typing import Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.registry.index import Kind, KindCounts, Pending
 from celery_rabbitdelay.registry.pauses import Paused
+
+if TYPE_CHECKING:
+    from celery_rabbitdelay.app.extension import RabbitDelay
 
 #: The states of a waiting task. "waiting" means on time.
 STATES: Final = ("waiting", "held", "overdue", "job-open")
