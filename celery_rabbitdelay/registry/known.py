@@ -16,9 +16,14 @@ from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.registry.durations import brief, left
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.pauses import Paused
-from celery_rabbitdelay.registry.record import MessageFacts, TaskState, possible_queues, record_of
+from celery_rabbitdelay.registry.record import (
+    ON_ITS_WAY,
+    MessageFacts,
+    TaskState,
+    possible_queues,
+    record_of,
+)
 from celery_rabbitdelay.registry.registry import Registry
-from celery_rabbitdelay.registry.states import ON_ITS_WAY
 
 #: The explanation of a task that does not wait, keyed by its state.
 ENDED: Final = {

@@ -6,6 +6,7 @@ import json
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
+from datetime import timedelta
 from enum import Enum
 from functools import lru_cache
 from typing import Final, NamedTuple, Self
@@ -170,6 +171,9 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
 
 #: Celery's headers that describe a task for display.
 SHOWN: Final = ("shadow", "argsrepr", "kwargsrepr")
+
+#: How long a due task may travel to a worker and still count as on time.
+ON_ITS_WAY: Final = timedelta(seconds=5)
 
 #: How long a message may take to reach the broker or the next queue, in milliseconds.
 SLACK_MS: Final = 2000

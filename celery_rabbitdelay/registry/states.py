@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
+from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.registry.index import Kind, KindCounts, Pending
 from celery_rabbitdelay.registry.pauses import Paused
-
-if TYPE_CHECKING:
-    from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.registry.record import ON_ITS_WAY
 
 #: The states of a waiting task. "waiting" means on time.
 STATES: Final = ("waiting", "held", "overdue", "job-open")
-
-#: How long a due task may travel to a worker and still count as on time.
-ON_ITS_WAY: Final = timedelta(seconds=5)
 
 #: The maximum number of due tasks of open jobs to read; if there are more, counts are estimates.
 MOST_OF_JOBS: Final = 1_000

@@ -13,7 +13,7 @@ from celery_rabbitdelay.publishing.kombu_internals import Counts
 from celery_rabbitdelay.registry.durations import brief, left
 from celery_rabbitdelay.registry.known import Reason, are_returning, reasons
 from celery_rabbitdelay.registry.pauses import Paused
-from celery_rabbitdelay.registry.states import ON_ITS_WAY
+from celery_rabbitdelay.registry.record import ON_ITS_WAY
 
 NOW = datetime.fromisoformat("2026-11-30T12:00:00+00:00")
 HOUR = timedelta(hours=1)

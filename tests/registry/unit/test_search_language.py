@@ -23,7 +23,8 @@ from celery_rabbitdelay.registry.query import (
     completions,
     filter_of,
 )
-from celery_rabbitdelay.registry.states import ON_ITS_WAY, STATES, Holds
+from celery_rabbitdelay.registry.record import ON_ITS_WAY
+from celery_rabbitdelay.registry.states import STATES, Holds
 
 #: A Saturday, in the morning in Tokyo.
 NOW = datetime(2030, 2, 2, 1, 30, tzinfo=UTC)
