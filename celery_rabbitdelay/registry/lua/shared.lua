@@ -144,6 +144,10 @@ end
 -- heir_of       the latest generation of which the asking arrival may replace any arrival; -1 for none
 local function follows(first, mark, former, heir_of)
   local name, generation, arrival = string.match(first, '^([^.]*)%.(%d+)%.(.*)$')
+  if not name then
+    -- Another version has written this mark, and only the name of the message is known.
+    name, generation, arrival = string.match(first, '^[^.]*'), 0, '?'
+  end
   return first == mark or name == string.match(mark, '^[^.]*')
     and (tonumber(generation) <= heir_of or string.find(former, '.' .. arrival .. '.', 1, true))
 end

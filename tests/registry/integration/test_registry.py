@@ -174,6 +174,21 @@ def test_a_task_that_is_to_run_once_runs_once_at_each_queue(registry: Registry) 
     assert verdict(registry, here._replace(name="2", redelivered=True)) is Verdict.RUN
 
 
+def test_a_redelivered_message_runs_although_another_version_has_marked_it(
+    registry: Registry, redis_setup: RedisSetup
+) -> None:
+    first = unknown(once="queue", mark=Mark("message"), name="1")
+    assert verdict(registry, first) is Verdict.RUN
+    record = registry.names.of("task", first.task_id)
+    (name,) = (each for each in redis_setup.client.hkeys(record) if each.startswith("once:"))
+    redis_setup.client.hset(record, name, "message.arrival")
+    again = first._replace(name="2")
+    assert verdict(registry, again) is Verdict.DUPLICATE
+    other = again._replace(mark=Mark("other"), redelivered=True)
+    assert verdict(registry, other) is Verdict.DUPLICATE
+    assert verdict(registry, again._replace(redelivered=True)) is Verdict.RUN
+
+
 def test_what_follows_a_task_that_runs_once_lengthens_its_life(
     registry: Registry, redis_setup: RedisSetup
 ) -> None:
