@@ -39,9 +39,13 @@ EXAMPLES: Final = 8
 REDELIVERED: Final = "its worker or connection ended before the ack"
 SENT_AGAIN: Final = "its sender ran again"
 FORGOTTEN: Final = "the registry has forgotten the first"
-FORMER: Final = "one of its workers was of the version before"
+FORMER: Final = "workers of the version before"
 AROUND: Final = "sent, returned or dead-lettered again around: "
 NO_CAUSE: Final = "no cause"
+
+#: The faults that some rules name, and by how many milliseconds a worker's clock is behind.
+IN_BETWEEN: Final = "workers of the version before"
+BEHIND, BEHIND_MS = "worker's clock behind", 20_000.0
 
 #: The reason of a late start that no trouble explains.
 ALONE: Final = "no trouble"
@@ -234,8 +238,8 @@ def _decided(ledger: Ledger, before: Expected, made: Decision) -> Expected:
 def _in_job(ledger: Ledger, before: Expected, calls: list[Decision]) -> Expected:
     """Return what is expected of a task that waits for a job.
 
-    If the registry has forgotten an abort, the job expires; a commit, it is committed again later.
-    If it has forgotten the job, its tasks run.
+    If the registry has forgotten an abort, the job expires; a commit, it is committed again later,
+    unless queues refused its copy. If it has forgotten the job, its tasks run.
     """
     ended = [each for each in calls if each.what != "open"]
     known_ms = max((each.ended_ms or 0.0 for each in ended), default=0.0)
@@ -243,8 +247,11 @@ def _in_job(ledger: Ledger, before: Expected, calls: list[Decision]) -> Expected
     is_unknown = any(_is_forgotten(ledger, each) for each in calls if each.what == "open")
     if not is_unknown and ended:
         now = now._replace(earliest_ms=max(before.earliest_ms, ended[0].began_ms))
-    if any(each.what == "commit" and each.outcome == "DONE" for each in ended):
-        return now
+    if commits := [each for each in ended if each.what == "commit" and each.outcome == "DONE"]:
+        has_copy = any(
+            not _is_forgotten(ledger, each) or not _was_refused(ledger, each) for each in commits
+        )
+        return now if has_copy else now._replace(ends="may")
     if is_unknown:
         return now._replace(ends="may")
     if not ended:
@@ -252,6 +259,14 @@ def _in_job(ledger: Ledger, before: Expected, calls: list[Decision]) -> Expected
     if any(each.what == "abort" and each.outcome == "DONE" for each in ended):
         return now._replace(ends="not", why="abort: DONE")
     return now._replace(ends="may")
+
+
+def _was_refused(ledger: Ledger, made: Decision) -> bool:
+    """Return whether queues refused messages during a call."""
+    return any(
+        each.refuses and each.begin_ms <= (made.ended_ms or inf) and made.began_ms <= each.end_ms
+        for each in ledger.troubles
+    )
 
 
 def _under_key(ledger: Ledger, before: Expected, sent: Sent) -> Expected:
@@ -293,8 +308,13 @@ def _is_forgotten(ledger: Ledger, made: Decision) -> bool:
 
 def _tolerated_ms(ledger: Ledger, sent: Sent, start: Start) -> float:
     """Return by how much a start may be early because of a trouble, or of its worker's clock."""
-    around = (each for each in ledger.troubles if each.early_ms and _is_around(each, sent, start))
-    return max((each.early_ms for each in around), default=0.0) + max(start.ahead_ms, 0.0)
+    around = [each for each in ledger.troubles if _is_around(each, sent, start)]
+    early_ms = max((each.early_ms for each in around), default=0.0) + max(start.ahead_ms, 0.0)
+    # The clock of the worker that serves check-in decides when a client's message is due.
+    is_behind = any(
+        each.what == BEHIND and each.begin_ms <= sent.began_ms + AFTER_MS for each in around
+    )
+    return early_ms + (BEHIND_MS if sent.group == "check-in" and is_behind else 0.0)
 
 
 def _is_around(trouble: Trouble, sent: Sent, start: Start) -> bool:
@@ -310,7 +330,10 @@ def _cause(ledger: Ledger, sent: Sent, first: Start, copy: Start) -> str:
     if is_registered and _forgot(ledger, first.at_ms, copy.at_ms):
         return FORGOTTEN
     if sent.once:
-        return FORMER if first.former or copy.former else NO_CAUSE
+        has_former = first.former or copy.former
+        for trouble in ledger.troubles:
+            has_former |= trouble.what == IN_BETWEEN and _is_around(trouble, sent, copy)
+        return FORMER if has_former else NO_CAUSE
     if sent.times > 1:
         return SENT_AGAIN
     for trouble in reversed(ledger.troubles):

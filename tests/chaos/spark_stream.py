@@ -19,6 +19,9 @@ from tests.spark.integration.spark import QUICK_JAVA, spark_session
 #: Seconds between two files; and the delay of their rows.
 EVERY, DELAY = 4.0, 20.0
 
+#: Seconds after which a batch that was not committed is dropped.
+EXPIRES: Final = 600
+
 APP: Final = "tests.chaos.application:app"
 
 
@@ -44,6 +47,8 @@ class Streamed:
             rows = spark.readStream.schema("id string").json(str(files))
             rows = rows.selectExpr("id task_id", "array() args", f"{DELAY}D delay")
             stream = rows.writeStream.format("rabbitdelay").options(task="note", app=APP)
+            # If Redis forgets a commit, its copy restores it shortly before the job expires.
+            stream = stream.option("jobExpires", EXPIRES)
             stream = stream.option("checkpointLocation", str(folder / "checkpoint"))
             query, is_over = stream.start(), False
             while not is_over:
