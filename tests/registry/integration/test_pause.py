@@ -128,7 +128,7 @@ def test_a_paused_task_waits_in_the_levels_if_nobody_declares_its_queue(
         paused.exchange(connection.default_channel).delete()
     shop.rabbitdelay.pause(task="note")
     noted.send("held", delay=DELAY)
-    wait_for(lambda: "returns to the levels" in worker.log, "the warning", PATIENCE)
+    wait_for(lambda: "returns to the delay levels" in worker.log, "the warning", PATIENCE)
     assert (noted(), waiting(shop)) == ([], 0)
     shop.rabbitdelay.resume(task="note")
     wait_for(lambda: noted() == ["held"], "the task", PATIENCE)
@@ -145,7 +145,7 @@ def test_while_redis_is_away_only_tasks_without_an_option_run_and_none_is_lost_w
     redis.suspend()
     noted.send("sent meanwhile", delay=DELAY)
     wait_for(lambda: "sent meanwhile" in noted(), "the task without an option", PATIENCE)
-    wait_for(lambda: "go back into the levels" in worker.log, "the worker's warning", PATIENCE)
+    wait_for(lambda: "go back into the delay levels" in worker.log, "the worker's warning", PATIENCE)
     redis.resume()
     passed()
     assert {*noted()} <= {"sent meanwhile", "plain", "high", "expires"}
