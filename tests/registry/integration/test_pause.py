@@ -145,7 +145,9 @@ def test_while_redis_is_away_only_tasks_without_an_option_run_and_none_is_lost_w
     redis.suspend()
     noted.send("sent meanwhile", delay=DELAY)
     wait_for(lambda: "sent meanwhile" in noted(), "the task without an option", PATIENCE)
-    wait_for(lambda: "go back into the delay levels" in worker.log, "the worker's warning", PATIENCE)
+    wait_for(
+        lambda: "go back into the delay levels" in worker.log, "the worker's warning", PATIENCE
+    )
     redis.resume()
     passed()
     assert {*noted()} <= {"sent meanwhile", "plain", "high", "expires"}

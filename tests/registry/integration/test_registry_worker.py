@@ -68,7 +68,9 @@ def test_a_task_that_runs_once_is_not_lost_if_redis_is_away_when_it_is_redeliver
     redis.suspend()
     worker.start()
     # It is put back at least once, and is not RabbitMQ's own redelivery any more.
-    wait_for(lambda: "go back into the delay levels" in worker.log, "the worker's warning", PATIENCE)
+    wait_for(
+        lambda: "go back into the delay levels" in worker.log, "the worker's warning", PATIENCE
+    )
     redis.resume()
     wait_for(lambda: results.get(key) == b"again", "the task", PATIENCE)
     results.set(key, "go on")
