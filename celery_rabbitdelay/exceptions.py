@@ -770,7 +770,7 @@ class InvalidSearch(RabbitDelayError, ValueError, page="how-to/pending"):
 
     Attributes:
         term: The invalid term, or the whole search.
-        takes: What would be valid.
+        takes: The values or terms that are valid.
     """
 
     term: str

@@ -254,6 +254,7 @@ class Work:
 
     def run(self, does: Does, share: Callable[[Work], None]) -> None:
         """Run the action to its end, sharing its progress every second, and log its outcome."""
+        share(self)
         state, next_time = "failed", time.monotonic() + SHORT
         try:
             for _ in does(self):
@@ -331,11 +332,10 @@ class Works:
         thread = Thread(target=work.run, args=(does, self._share), name=name, daemon=True)
         thread.start()
         thread.join(SHORT)
-        if thread.is_alive():
-            self._share(work)
         return work
 
     def _share(self, work: Work) -> None:
+        """Store an action's content in Redis; only the action's thread does so, in order."""
         if self._delays.has_registry:
             with suppress(RegistryUnavailable):
                 index, text = self._delays.registry.index, json.dumps(plain(work.shown()))
