@@ -2,9 +2,10 @@
 
 An instant is decided once, by the first of its messages that arrives and has the schedule's latest
 order. Afterwards, only that message goes on: if it names the arrival that has decided, or if
-RabbitMQ has redelivered it. What follows it is published and confirmed before that message is
-acknowledged. Healing publishes the instant again that waits; an edit takes a later order. Neither
-decides anything.
+RabbitMQ has redelivered it. If a later instant was decided, and it is not known which message has
+decided this one, a message that has come before goes on: Redis may have lost the decision. What
+follows a message is published and confirmed before that message is acknowledged. Healing publishes
+the instant again that waits; an edit takes a later order. Neither decides anything.
 
 ``celery_rabbitdelay/schedules/lua`` has the same rule on the records in Redis.
 """
@@ -177,14 +178,14 @@ def decide(
         elif message.instant != record.behind:
             following = None
         return record, Decided(True, following, record.is_paused, order)
-    if message.instant <= record.behind if is_backlog else _is_too_old(record, message):
-        # It was left out as too old, or it is forgotten which message has decided it: then one that
-        # has come before counts as that.
-        is_forgotten = (
-            len(record.winners) >= WINNERS and message.instant < record.winners[0].instant
-        )
-        if not (is_forgotten and (asks.heir_of >= 0 or message.mark.former)):
+    if message.instant <= record.behind if is_backlog else _is_passed(record, message):
+        # No message of it was decided, or it is not known any more which one was: then one that has
+        # come before counts as that.
+        if asks.heir_of < 0 and not message.mark.former:
             return _passed_over(record, message, following)
+        is_old = len(record.winners) >= WINNERS and message.instant < record.winners[0].instant
+        if not is_old:  # Redis has lost the decision
+            record = record._replace(winners=(*record.winners, own)[-WINNERS:])
         return record, Decided(True, None, record.is_paused, order)
     record = record._replace(winners=(*record.winners, own)[-WINNERS:])
     if is_backlog:
@@ -194,7 +195,7 @@ def decide(
     return record, Decided(True, following, record.is_paused, order)
 
 
-def _is_too_old(record: Record, message: Message) -> bool:
+def _is_passed(record: Record, message: Message) -> bool:
     """Return whether a later instant was decided, and this is not the one that is waited for.
 
     It may be, if Redis had lost the record.

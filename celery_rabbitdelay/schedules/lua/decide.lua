@@ -2,7 +2,9 @@
 --
 -- An instant is decided once, by the first of its messages that arrives with the schedule's latest order.
 -- Afterwards, only that message is processed, and only if it names the arrival that decided, or if RabbitMQ has
--- redelivered it. The following message is published and confirmed before the arrived message is acknowledged.
+-- redelivered it. If Redis knows only that a later instant was decided, a message that has arrived before is
+-- processed, because Redis may have lost its decision. The following message is published and confirmed before
+-- the arrived message is acknowledged.
 -- The record of a schedule is a hash:
 --
 --   order        a number that grows with every edit and with the deletion
@@ -144,16 +146,20 @@ local function decide(record, instant, order, revision, mark, former, heir_of, f
       return answer
     end
   end
-  local is_too_old = instant < done and instant ~= ahead -- it may be ahead if Redis had lost the record
+  local is_passed = instant < done and instant ~= ahead -- it may be ahead if Redis had lost the record
   if is_backlog then
-    is_too_old = instant <= behind
+    is_passed = instant <= behind
   end
-  if is_too_old then
-    -- The instant was skipped as too old, or its winner is no longer kept. In the second case, a message that
-    -- has arrived before counts as the winner.
+  if is_passed then
+    -- No winner of this instant is noted: no message of it was decided, Redis has lost that decision, or the
+    -- winner is no longer kept. A message that has arrived before counts as the winner.
     local came_before = heir_of >= 0 or former ~= '..'
-    if #winners < WINNERS or instant > winners[1][1] or not came_before then
+    if not came_before then
       return pass_over()
+    end
+    if #winners < WINNERS or instant > winners[1][1] then
+      table.insert(winners, own)
+      note_winners(record, winners)
     end
     answer[2] = ''
     return answer

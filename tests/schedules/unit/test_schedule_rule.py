@@ -55,9 +55,10 @@ class Copy(NamedTuple):
         return Copy(self.message._replace(redelivered=True), self.is_followed)
 
     def knowing(self, winning: Collection[str]) -> Copy:
-        """Return it without the former arrivals that have decided nothing."""
+        """Return it without the former arrivals that have decided nothing, but for one of them."""
         mark = self.message.mark
         former = tuple(arrival for arrival in mark.former if arrival in winning)
+        former = former or mark.former[:1]
         return self._replace(message=self.message._replace(mark=mark._replace(former=former)))
 
     def renamed(self, names: Mapping[str, str], arrivals: Mapping[str, str]) -> Copy:
@@ -87,6 +88,8 @@ class World(NamedTuple):
     early: frozenset[int] = frozenset()  # later ones that were decided, after Redis was lost
     decided: frozenset[tuple[int, str]] = frozenset()  # by which messages, since Redis was lost
     unrun: frozenset[str] = frozenset()  # messages that were decided, and have to run
+    forgotten: frozenset[tuple[int, str]] = frozenset()  # the same after Redis was lost: of each
+    # of these instants and revisions, one message has to run
     ran: frozenset[str] = frozenset()  # messages that have run, since Redis was lost
 
     def turned(self, copy: Copy, *into: Copy) -> World:
@@ -175,13 +178,19 @@ class World(NamedTuple):
                 for each in self.revisions:
                     assert after(each, former) == after(each, latter), "an edit does not notice"
         # A new order, after Redis was lost, is as an edit.
-        unrun = self.unrun if before and before.order == record.order else frozenset()
+        is_same = before is not None and before.order == record.order
+        unrun = self.unrun if is_same else frozenset()
+        forgotten = self.forgotten if is_same or before is None else frozenset()
         if not answer.goes_on:
             is_last = [each.message.name for each in self.copies].count(name) == 1
             assert not (is_last and name in unrun), f"{name} has not run, is dropped"
+            same = [(each.message.instant, each.message.revision) for each in self.copies]
+            is_last = same.count((instant, revision)) == 1
+            is_lost = is_last and (instant, revision) in forgotten
+            assert not is_lost, f"{name} was decided, is forgotten, is dropped"
             is_next = (instant, message.order) == (record.ahead, record.order)
             assert not is_next, f"{name} is dropped, and still awaited"
-            return self._replace(record=record, unrun=unrun), answer
+            return self._replace(record=record, unrun=unrun, forgotten=forgotten), answer
         assert answer.is_paused == self.is_paused, f"{name} does not see whether it is paused"
         assert self.put in (None, revision), f"{name} goes on as it was"
         assert instant in HOURS[revision], f"{name} goes on, which is no instant of {revision}"
@@ -206,6 +215,7 @@ class World(NamedTuple):
             early=early,
             decided=self.decided | {(instant, name)},
             unrun=unrun | {name},
+            forgotten=forgotten - {(instant, revision)},
         )
         return world, answer
 
@@ -223,7 +233,7 @@ class World(NamedTuple):
         if record is None or record.is_deleted:
             return
         deleted = self._replace(was_lost=False, put="", is_paused=False, owed=None)
-        deleted = deleted._replace(early=frozenset(), unrun=frozenset())
+        deleted = deleted._replace(early=frozenset(), unrun=frozenset(), forgotten=frozenset())
         yield "is deleted", deleted._replace(record=rule.delete(record, order))
         word, paused = "is resumed" if record.is_paused else "is paused", not record.is_paused
         yield word, self._replace(record=record._replace(is_paused=paused), is_paused=paused)
@@ -252,6 +262,9 @@ class World(NamedTuple):
             owed=owed,
             early=self.early if owed == self.owed else frozenset(),
             unrun=frozenset(),
+            forgotten=frozenset(
+                each for each in self.forgotten if record is None and each[1] == revision
+            ),
         )
         word, sent = f"{revision} is put at {self.now}", world.fresh(first, order, revision)
         yield f"{word}, is not sent", world._replace(is_sent=False)
@@ -272,7 +285,9 @@ class World(NamedTuple):
             restored = self.without_redis(saved)._replace(saved=None)
             yield "Redis is restored", restored
             if known is not None and not self.troubles:
-                remembered = restored.remembered(known)._replace(decided=self.decided)
+                # A worker remembers the last decision only.
+                same = frozenset(each for each in self.decided if each[0] == known.done)
+                remembered = restored.remembered(known)._replace(decided=same)
                 yield "Redis is restored, a worker remembers", remembered
 
     def remembered(self, known: Record) -> World:
@@ -282,6 +297,12 @@ class World(NamedTuple):
     def without_redis(self, record: Record | None) -> World:
         # A recurrence that was put since may be forgotten; so may a backlog that is lost twice.
         is_same = len({HOURS[revision] for revision in self.revisions}) == 1
+        # If Redis is lost twice, the second time as it is asked, the occurrence may be lost.
+        forgotten = {
+            (copy.message.instant, copy.message.revision)
+            for copy in self.copies
+            if copy.message.name in self.unrun and not (copy.asked and self.was_lost)
+        }
         is_owed = is_same and self.copies and not (self.was_lost or (record and record.is_deleted))
         return self._replace(
             record=record,
@@ -292,6 +313,7 @@ class World(NamedTuple):
             owed=self.owed if is_owed else None,
             decided=frozenset(),
             unrun=frozenset(),
+            forgotten=self.forgotten | forgotten,
             ran=frozenset(),
         )
 
@@ -334,7 +356,7 @@ class World(NamedTuple):
     def tidy(self, *, is_last: bool) -> World:
         """Return the same world for all that differ only in what nobody sees any more.
 
-        These are the names of messages and arrivals; former arrivals that have decided nothing;
+        These are the names of messages and arrivals; which former arrivals have decided nothing;
         what Redis was, once it will not be restored; and messages of an order that is over, which
         are dropped and change nothing, once Redis will not be lost.
 
@@ -353,7 +375,7 @@ class World(NamedTuple):
             (*says, mark, is_redelivered, is_in_doubt), is_followed, asked = copy
             knows = [winner.arrival in (*mark.former, asked) for winner in noted]
             wins = [winner.mark.name == mark.name for winner in noted]
-            faults = is_redelivered, is_in_doubt, is_followed, asked != ""
+            faults = is_redelivered, is_in_doubt, is_followed, asked != "", mark.former != ()
             return *says, mark.generation, *faults, wins, knows
 
         winning = {winner.arrival for winner in noted}
@@ -438,6 +460,7 @@ STARTS = {
     "resent": (),
     "lost": ("Redis is lost", "A is put at 3"),
     "deleted": DELETED,
+    "forgotten": ("Redis is saved", "a is followed, is killed", "Redis is restored"),
     "restored": (*DELETED, "B is put at 1", "e runs", "Redis is restored"),
     "replaced": ("Redis is lost", "C is put at 1, is not sent", "A is put at 1, is not sent"),
 }
