@@ -5,20 +5,22 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from statistics import mean
+from statistics import mean, quantiles
 from typing import Any, Final, NamedTuple
-
-from kombu import Queue
 
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.operations.status import status_of
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests.benchmarks import measure
+from celery_rabbitdelay.testing import RabbitMQServer
+from tests.benchmarks import levels, measure
 from tests.chaos.cluster import Cluster
 from tests.kernel.integration.shop import make_app
+from tests.kernel.integration.worker import Worker
 from tests.private_broker import private_broker
 
 #: When the tasks are due: in an hour at the earliest, and over a week.
@@ -27,8 +29,9 @@ BEGIN, WEEK = 3600, 7 * 86_400
 #: Seconds until the broker has written down, and given back, what it does not need.
 CALM: Final = 30
 
-#: Plain tasks that come due while the broker is watched, and their delays of three stops.
-DUE, DUE_AFTER = 20_000, [61.3 + second for second in range(40)]
+#: The tasks that come due while the broker is watched, with two to four stops: seconds until the
+#: first is due, and how many seconds they are spread over.
+LEAD, SPREAD = 80, 10
 
 _COLLECT: Final = "[garbage_collect(Process) || Process <- processes()]."
 _ROLL_OVER: Final = (
@@ -86,18 +89,21 @@ def waiting(
     tolerance: int = 60,
     nodes: int = 1,
     argument: int = 0,
+    due: int = 5_000,
     only: str = "",
 ) -> None:
     """The resources that waiting tasks use on a node, plain and in envelopes.
 
-    ``--tolerance`` is that of envelopes, in seconds. ``--argument`` adds bytes to each task. With
+    ``--tolerance`` is that of envelopes, in seconds. ``--argument`` adds bytes to each task. In the
+    end, ``--due`` tasks come due a second, in envelopes with a tolerance of a second. With
     several ``--nodes``, a cluster of RabbitMQ 4.3 is started. ``--only`` takes ``plain`` or
     ``envelopes``.
     """
-    for name, options in {
+    ways: dict[str, dict[str, Any]] = {
         "plain": {"envelopes": False},
         "envelopes": {"tolerance": tolerance},
-    }.items():
+    }
+    for name, options in ways.items():
         if only not in ("", name):
             continue
         with ExitStack() as stack:
@@ -106,8 +112,14 @@ def waiting(
             else:
                 brokers = [*stack.enter_context(Cluster("4.3", nodes)).nodes]
             print(f"\n{measure.about(brokers[0])}: {tasks:,} tasks, {name}, {nodes} nodes")
-            app = make_app({"broker_url": brokers[0].url, "prefix": "waiting"})
+            settings = {"broker_url": brokers[0].url, "prefix": "waiting"}
+            app = make_app(settings)
             _measure(brokers, app, tasks, argument, options)
+            if name == "envelopes":
+                modules = "--rabbitdelay-modules=distribution"
+                stack.enter_context(Worker(settings, ["waiting.second"], modules))
+                options["tolerance"] = 1
+            _come_due(brokers, app, due, options)
             app.close()
 
 
@@ -122,10 +134,10 @@ def _measure(
 ) -> None:
     chance, before = random.Random(7), taken(broker)
     app.rabbitdelay.send_many("look", [Row(delay=86_400)])
-    levels = taken(broker)
+    declared = taken(broker)
     for what, bytes_ in (
-        ("disk", levels.disk - before.disk),
-        ("memory", levels.used - before.used),
+        ("disk", declared.disk - before.disk),
+        ("memory", declared.used - before.used),
     ):
         print(f"  the levels: {bytes_ / 1e6:,.1f} MB of {what}")
 
@@ -148,11 +160,11 @@ def _measure(
         )
         return now
 
-    sent = show("fresh", levels)
-    print(f"  a task, sent: {(sent.processor - levels.processor) / tasks * 1e6:,.0f} us")
+    sent = show("fresh", declared)
+    print(f"  a task, sent: {(sent.processor - declared.processor) / tasks * 1e6:,.0f} us")
     for node in broker:
         node.ctl("eval", _ROLL_OVER)
-    show("in segments", levels)
+    show("in segments", declared)
     for node in broker:
         _timed("a node stops", partial(node.ctl, "stop_app"))
         _timed("it starts", partial(node.ctl, "start_app"))
@@ -160,13 +172,25 @@ def _measure(
         _timed("status, without workers", lambda: status_of(app.rabbitdelay, connection, timeout=0))
     for each in ("first", "second"):
         _timed(f"a {each} send", partial(app.tasks["look"].apply_async, (0, ""), delay=86_400))
-    settled = show("after the restart", levels)
-    if report.envelopes:
-        return
-    delays = (DUE_AFTER[number % len(DUE_AFTER)] for number in range(DUE))
-    app.rabbitdelay.send_many("look", (Row(delay=each) for each in delays), envelopes=False)
-    with app.connection_for_write() as connection:
-        queue = Queue(app.conf.task_default_queue)
-        wait_for(lambda: measure.count(connection, [queue.name]) >= DUE, "the tasks", interval=5)
-    spent = taken(broker).processor - settled.processor
-    print(f"  a task with three stops, sent and delivered: {spent / DUE * 1e6:,.0f} us")
+    show("after the restart", declared)
+
+
+def _come_due(brokers: Sequence[RabbitMQServer], app: Any, rate: int, options: Any) -> None:
+    """Have tasks come due beside those that wait; a consumer in a process of its own takes them."""
+    queue, number, before = app.conf.task_default_queue, rate * SPREAD, taken(brokers).processor
+    begin, chance = datetime.now(UTC) + timedelta(seconds=LEAD), random.Random(7)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        coming = pool.submit(levels.arrivals, brokers[0].url, queue, number)
+        instants = (begin + timedelta(seconds=SPREAD * chance.random()) for _ in range(number))
+        app.rabbitdelay.send_many("look", (Row(eta=each) for each in instants), **options)
+        in_time = datetime.now(UTC) < begin
+        late = coming.result()
+    cuts = quantiles(late, n=100, method="inclusive")
+    print(
+        "  {:,} due a second{}: {:,.0f} ms late in the median, {:,.0f} at 99 %, {:,.0f} at most, "
+        "{:,.0f} at least".format(
+            rate, "" if in_time else " (sent too late)", cuts[49], cuts[98], max(late), min(late)
+        )
+    )
+    spent = (taken(brokers).processor - before) / number
+    print(f"  a task, sent, due and delivered: {spent * 1e6:,.0f} us")
