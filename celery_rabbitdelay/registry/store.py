@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.resources import files
+from itertools import chain
 from json import JSONEncoder, loads
 from typing import Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
@@ -133,11 +134,15 @@ class Store:
         return [[by_key[key] for key in range(len(by_key))] for by_key in found]
 
     def _parts(self, call: ScriptCall) -> Iterator[Sequence[int]]:
-        """Yield the positions of keys, in groups that one call may contain."""
+        """Yield the positions of keys, in groups that one call may contain.
+
+        Keys with the same hash tag are together, because a script writes an index for each tag.
+        """
         tags: dict[str, list[int]] = defaultdict(list)
         for number, key in enumerate(call.keys):
-            tags[key.partition("}")[0] if self.is_cluster else ""].append(number)
-        for group in tags.values():
+            tags[key.partition("}")[0]].append(number)
+        groups = tags.values() if self.is_cluster else [[*chain.from_iterable(tags.values())]]
+        for group in groups:
             for start in range(0, len(group), KEYS_PER_CALL):
                 yield group[start : start + KEYS_PER_CALL]
 
