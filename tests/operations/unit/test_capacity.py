@@ -59,4 +59,4 @@ def test_the_text_and_a_number_that_is_none(offline: Offline) -> None:
     for number in ("no", "0", "-1", "inf", "nan", "k"):
         refused = offline("capacity", "--tasks", number, "--rate", "1")
         assert refused.exit_code == 2
-        assert f"tasks = '{number}': takes a number above 0" in refused.stderr
+        assert f"tasks = '{number}': takes a number above 0" in refused.output
