@@ -146,7 +146,10 @@ class Task(_CeleryTask, TaskAttributes, Generic[P, ResultT_co]):
         """Create a signature of this task, as in Celery."""
         return DelayingSignature.of(super().signature(*args, **options))
 
-    subtask = signature
+    # As an alias of ``signature``, it would have an ambiguous type for pyright.
+    def subtask(self, *args: Any, **options: Any) -> DelayingSignature[ResultT_co]:
+        """Create a signature of this task; the former name of :meth:`signature`."""
+        return self.signature(*args, **options)
 
     def signature_from_request(
         self, request: Any = None, args: Any = None, kwargs: Any = None, *more: Any, **options: Any

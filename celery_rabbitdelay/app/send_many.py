@@ -364,10 +364,8 @@ class RowSender(Sending):
                 # In an envelope of one message, the bound applies to that message.
                 size = len(content.body if len(rows) > 1 else group.items)
                 producer.check_size(size, DISTRIBUTION, due)
-                envelope = producer.delayed._replace(
-                    task_id=first.task_id, destination=DISTRIBUTION
-                )
-                publication = Publication(content, partial(producer.address, envelope, due))
+                delayed = producer.delayed._replace(task_id=first.task_id, destination=DISTRIBUTION)
+                publication = Publication(content, partial(producer.address, delayed, due))
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
             self.fail(rows, error)
             return None
