@@ -157,7 +157,7 @@ local function decide(record, instant, order, revision, mark, former, heir_of, f
     if not came_before then
       return pass_over()
     end
-    if #winners < WINNERS or instant > winners[1][1] then
+    if #winners < WINNERS or instant > winners[1][1] then -- an old one must not displace later ones
       table.insert(winners, own)
       note_winners(record, winners)
     end

@@ -88,8 +88,8 @@ class World(NamedTuple):
     early: frozenset[int] = frozenset()  # later ones that were decided, after Redis was lost
     decided: frozenset[tuple[int, str]] = frozenset()  # by which messages, since Redis was lost
     unrun: frozenset[str] = frozenset()  # messages that were decided, and have to run
-    forgotten: frozenset[tuple[int, str]] = frozenset()  # the same after Redis was lost: of each
-    # of these instants and revisions, one message has to run
+    #: The same of before Redis was lost: one message of each instant and revision has to run.
+    forgotten: frozenset[tuple[int, str]] = frozenset()
     ran: frozenset[str] = frozenset()  # messages that have run, since Redis was lost
 
     def turned(self, copy: Copy, *into: Copy) -> World:
